@@ -1,0 +1,29 @@
+"""Attention on functions: operators, quadrature, layers and models that respect the mesh.
+
+The core needs only torch and numpy. ``continuum_ops.nn``, ``.models`` and ``.data`` are imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from . import quadrature
+from .backends import backends
+from .mesh import Grid, PointCloud
+from .ops.continuum_attention import continuum_attention
+
+__version__ = "0.1.0"
+__all__ = ["Grid", "PointCloud", "backends", "continuum_attention", "data", "models", "nn", "quadrature"]
+
+_LAZY = ("data", "models", "nn", "reference")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

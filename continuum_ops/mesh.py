@@ -1,0 +1,9 @@
+"""Meshes: points with quadrature weights."""
+
+
+class Grid:
+    pass
+
+
+class PointCloud:
+    pass

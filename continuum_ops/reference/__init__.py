@@ -1,0 +1,5 @@
+"""Plain PyTorch versions of the operators, in the order of the formulas: the oracle of the tests."""
+
+from .continuum_attention import continuum_attention
+
+__all__ = ["continuum_attention"]

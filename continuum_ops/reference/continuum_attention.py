@@ -1,0 +1,48 @@
+"""Continuum attention, dense: forms the N x M scores. For tests and for reading."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def continuum_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out_i = sum_k w_k e^{s_ik} v_k / sum_k w_k e^{s_ik}, s_ik = scale q_i . k_k (CA definitions 5 and 11)."""
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    n, m = query.shape[-2], key.shape[-2]
+    w = query.new_ones(m) if weights is None else weights.to(query.dtype)
+    dead = w == 0
+    # A key of weight zero does not exist: blank it before any product, so that NaN there cannot spread.
+    key = torch.where(dead[..., None], 0.0, key) if weights is not None else key
+    value = torch.where(dead[..., None], 0.0, value) if weights is not None else value
+    scores = scale * (query @ key.transpose(-2, -1))
+    keep = ~dead[..., None, :]
+    if is_causal:
+        keep = keep & torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            keep = keep & attn_mask
+        else:
+            scores = scores + attn_mask
+    logits = scores + torch.where(dead, 1.0, w).log()[..., None, :]
+    logits = logits.masked_fill(~keep, -math.inf)
+    live = keep.any(-1, keepdim=True) if m > 0 else keep.new_zeros((*keep.shape[:-1], 1))
+    logits = torch.where(live, logits, 0.0)
+    p = torch.where(live & keep, logits.softmax(-1), 0.0)
+    out = p @ value
+    if not return_lse:
+        return out
+    lse = torch.where(live[..., 0], logits.logsumexp(-1), -math.inf)
+    return out, lse
