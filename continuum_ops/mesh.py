@@ -194,8 +194,7 @@ class Grid(Mesh):
 
     @cached_property
     def points(self) -> Tensor:
-        """(N, d) coordinates in C order: the last axis runs fastest, ``points.view(*shape, d)`` is the
-        grid."""
+        """(N, d) coordinates in C order, the last axis fastest: ``points.view(*shape, d)``."""
         return torch.stack(torch.meshgrid(*self._axes, indexing="ij"), dim=-1).flatten(0, -2)
 
     @cached_property
@@ -284,15 +283,13 @@ class PointCloud(Mesh):
 
     @classmethod
     def voronoi(cls, points: ArrayLike, bounds: ArrayLike | None = None) -> PointCloud:
-        """Points (N, d), d = 1, 2 or 3, weighted by their Voronoi cells in a box: see
-        ``quadrature.voronoi``."""
+        """Points (N, d) weighted by their Voronoi cells in a box, d = 1, 2 or 3: ``quadrature.voronoi``."""
         x = _floating(points, "points")
         return cls(x, quadrature.voronoi(x, bounds))
 
     @classmethod
     def from_simplices(cls, points: ArrayLike, cells: ArrayLike) -> PointCloud:
-        """Vertices (N, d) of a mesh of cells (n_cells, d + 1), d = 1, 2 or 3: see
-        ``quadrature.simplices``."""
+        """Vertices (N, d) of cells (n_cells, d + 1), d = 1, 2 or 3: ``quadrature.simplices``."""
         x = _floating(points, "points")
         return cls(x, quadrature.simplices(x, cells))
 
