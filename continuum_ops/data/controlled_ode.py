@@ -32,8 +32,8 @@ def controlled_ode(
         z(t) = 2 atan(tan(z0 / 2) exp(u(t) - u(0))),  u(0) = 0,
 
     which is evaluated in float64: there is no time stepping and no error beyond rounding. The paper leaves z0
-    open; the default is 1, the same for all trajectories. z keeps the sign of z0 and stays between -pi and pi;
-    z0 = 0 is the equilibrium z = 0.
+    open; the default is 1, the same for all trajectories. z keeps the sign of z0 and stays between -pi and
+    pi; z0 = 0 is the equilibrium z = 0.
 
     The trajectories depend on seed, J and z0 alone: not on times, and the first m of n are those of a call
     with n = m. The same arguments give the same bytes on one machine; another version of numpy may draw other
