@@ -67,9 +67,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights: average the returned probabilities over the heads.
             is_causal: query i sees the keys j <= i.
             weights: quadrature weights w_j >= 0 of the keys: (M,), (B, M) or (B, num_heads, M) whatever
-                ``batch_first`` (B = 1 without a batch), floating point, or a mesh with ``.weights``. None:
-                those of an enclosing ``continuum_ops.nn.quadrature`` block of length M, else ones. Only
-                ratios matter. Key j with w_j = 0 does not exist. The keys that ``add_bias_kv`` and
+                ``batch_first`` (B = 1 without a batch), floating point (used in the precision of the
+                computation, at least float32), or a mesh with ``.weights``. None: those of an enclosing
+                ``continuum_ops.nn.quadrature`` block of length M, else ones. Only ratios matter. Key j with w_j = 0 does not exist. The keys that ``add_bias_kv`` and
                 ``add_zero_attn`` append get the mean of the nonzero weights each.
 
         Returns:
@@ -93,21 +93,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             w = self._canonical_weights(w, batch, num_keys, q)
         mask = _canonical_attn_mask(attn_mask, batch, self.num_heads, num_queries, num_keys, q.dtype)
 
-        k, v, appended = self._append_keys(k, v)
-        if is_causal and not appended:
+        if is_causal:
             mask = None
-        elif is_causal:
-            # The causal rule of the operator would hide the appended keys, which come last.
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril()
-            is_causal = False
+        k, v, appended = self._append_keys(k, v)
         if appended:
-            w = None if w is None else _append_mean(w, appended)
-            # Appended keys are visible: True to a keep-mask, 0 to an additive one.
-            mask = (
-                None
-                if mask is None
-                else F.pad(mask, (0, appended), value=1.0 if mask.dtype == torch.bool else 0.0)
-            )
+            if is_causal:
+                # The causal rule of the operator would hide the appended keys, which come last.
+                mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril()
+                is_causal = False
+            if mask is not None:
+                # Appended keys are visible: True to a keep-mask, 0 to an additive one.
+                mask = F.pad(mask, (0, appended), value=1.0 if mask.dtype == torch.bool else 0.0)
+            if w is not None:
+                w = _append_mean(w, appended)
         if key_padding_mask is not None:
             padding = _canonical_padding_mask(key_padding_mask, batched, batch, num_keys)
             w = _fold_padding(w, F.pad(padding, (0, appended)), q.dtype)

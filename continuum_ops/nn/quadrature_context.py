@@ -81,8 +81,7 @@ def quadrature(weights: Tensor | Mesh) -> Iterator[None]:
 
     Args:
         weights: floating point tensor (M,), (B, M) or (B, H, M), or a mesh (an object with ``.weights``),
-        where M
-            is the number of keys, B the batch and H the number of heads; on the model's device.
+            where M is the number of keys, B the batch and H the number of heads; on the model's device.
 
     Raises:
         TypeError, ValueError: ``weights`` is not such a tensor or mesh.

@@ -55,7 +55,9 @@ def replace_attention(model: ModuleT) -> ModuleT:
     for layer in stock.values():
         layer.__class__ = MultiheadAttention
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
+        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(
+            module.self_attn, MultiheadAttention
+        ):
             forbid_fast_path(module)
             if type(module) is nn.TransformerEncoderLayer and "forward" not in vars(module):
                 module.__class__ = TransformerEncoderLayer
