@@ -69,8 +69,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights: quadrature weights w_j >= 0 of the keys: (M,), (B, M) or (B, num_heads, M) whatever
                 ``batch_first`` (B = 1 without a batch), floating point (used in the precision of the
                 computation, at least float32), or a mesh with ``.weights``. None: those of an enclosing
-                ``continuum_ops.nn.quadrature`` block of length M, else ones. Only ratios matter. Key j with w_j = 0 does not exist. The keys that ``add_bias_kv`` and
-                ``add_zero_attn`` append get the mean of the nonzero weights each.
+                ``continuum_ops.nn.quadrature`` block of length M, else ones. Only ratios matter. A key with
+                w_j = 0 does not exist. The keys that ``add_bias_kv`` and ``add_zero_attn`` append get the
+                mean of the nonzero weights each.
 
         Returns:
             The output, of the shape of ``query``, and the probabilities w_j e^{s_ij} / sum_j w_j e^{s_ij}:
