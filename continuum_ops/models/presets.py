@@ -22,7 +22,10 @@ _TNO: dict[str, Any] = {
 }
 
 _PRESETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
-    "tno-lorenz63": (TNO, {"in_channels": 1, "out_channels": 2, "coord_dim": 1, "initial_channels": 2, **_TNO}),
+    "tno-lorenz63": (
+        TNO,
+        {"in_channels": 1, "out_channels": 2, "coord_dim": 1, "initial_channels": 2, **_TNO},
+    ),
     "tno-cde": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 1, **_TNO}),
     "tno-darcy64": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 2, **_TNO}),
 }

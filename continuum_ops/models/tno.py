@@ -92,14 +92,18 @@ class TNO(nn.Module):
         ):
             _check_integer(name, number, least)
         if d_model % num_heads:
-            raise ValueError(f"d_model must be divisible by num_heads, was {d_model} with num_heads {num_heads}")
+            raise ValueError(
+                f"d_model must be divisible by num_heads, was {d_model} with num_heads {num_heads}"
+            )
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must be a probability between 0 and 1, was {dropout}")
         if variant not in ("standard", "universal"):
             raise ValueError(f'variant must be "standard" or "universal", was {variant!r}')
         universal = variant == "universal"
         if universal and norm_first:
-            raise ValueError('norm_first must be False with variant="universal", which has no layer norm; was True')
+            raise ValueError(
+                'norm_first must be False with variant="universal", which has no layer norm; was True'
+            )
         function = resolve_activation(activation)
 
         self.in_channels = in_channels
@@ -110,7 +114,9 @@ class TNO(nn.Module):
 
         def pointwise(in_features: int, out_features: int) -> nn.Module:
             if universal:
-                return PointwiseNetwork(in_features, d_model, out_features, function, device=device, dtype=dtype)
+                return PointwiseNetwork(
+                    in_features, d_model, out_features, function, device=device, dtype=dtype
+                )
             return nn.Linear(in_features, out_features, device=device, dtype=dtype)
 
         self.lift = pointwise(in_channels + coord_dim, d_model)
