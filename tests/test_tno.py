@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def paper_forward(
     universal: bool = False,
     initial: Tensor | None = None,
 ) -> Tensor:
-    """CA (9)-(19), or (31)-(34), for one sample: u (N, C), x (N, d); `integral` sums (N, ...) over its points."""
+    """CA (9)-(19), or (31)-(34), of one sample u (N, C), x (N, d); `integral` sums (N, ...) over N."""
     p = {k: t.detach() for k, t in model.state_dict().items()}
 
     def linear(name: str, v: Tensor) -> Tensor:
@@ -200,7 +201,7 @@ def test_residual_weights_start_as_the_identity() -> None:
 
 
 def test_universal_variant_contains_the_averaging_layer_of_theorem_22() -> None:
-    # Q = K = 0, V = I, W2 = 0, W3 = W4 = I, b2 = 0 turn the layer into f(W1 v + b1 + mean of v), CA (36), (37).
+    # Q = K = 0, V = I, W2 = 0, W3 = W4 = I, b2 = 0 make the layer f(W1 v + b1 + mean of v), CA (36), (37).
     d = 6
     model = make_tno(1, 1, 1, d_model=d, num_heads=2, num_layers=1, variant="universal", activation="tanh")
     layer = model.layers[0]
@@ -241,8 +242,8 @@ def test_refinement_converges_with_order_two(options: dict) -> None:
     for n in (16, 32, 64, 128):
         x = torch.linspace(0, 1, n + 1, dtype=torch.float64)
         coarse.append(sample(model, x, trapezoid(x))[:: n // 16])
-    steps = [(b - a).abs().max() for a, b in zip(coarse, coarse[1:], strict=False)]
-    for previous, current in zip(steps, steps[1:], strict=False):
+    steps = [(b - a).abs().max() for a, b in itertools.pairwise(coarse)]
+    for previous, current in itertools.pairwise(steps):
         assert 3.6 < previous / current < 4.4
 
 

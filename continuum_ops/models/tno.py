@@ -21,17 +21,19 @@ class Mesh(Protocol):
 
 
 class TNO(nn.Module):
-    r"""Transformer neural operator u -> z between functions on a domain D of dimension d.
+    """Transformer neural operator u -> z between functions on a domain D of dimension d.
 
     ::
 
-        v_0 = T_in(u)          at each point: lift of (u(x), x)                          CA (14), (15)
-        v_l = E(v_{l-1})       l = 1..num_layers, multi-head continuum attention         CA (10), (11), (16)-(18)
-        z   = T_out(v_L)       at each point                                             CA (19)
+        v_0 = T_in(u)        at each point: lift of (u(x), x)                    CA (14), (15)
+        v_l = E(v_{l-1})     num_layers times: multi-head continuum attention,
+                             pointwise feed-forward network                      CA (10), (11), (16)-(18)
+        z   = T_out(v_L)     at each point                                       CA (19)
 
-    The integrals of the attention are sums over the mesh with its quadrature weights (CA appendix B.1, eq. 57-59
-    for trapezoid weights), so one set of parameters serves every mesh: as a mesh is refined the output converges,
-    at the order of the quadrature rule. Nothing of size N x N is formed. Source: CA section 4.2 and appendix B.1.
+    The integrals of the attention are sums over the mesh with its quadrature weights (CA appendix B.1, eq.
+    57-59 for trapezoid weights), so one set of parameters serves every mesh: as a mesh is refined the output
+    converges, at the order of the quadrature rule. Scores carry 1 / sqrt(d_model / num_heads), which CA (59)
+    leaves to the query's matrix. Source: CA section 4.2 and appendix B.1.
 
     Args:
         in_channels: channels of the input function u.
@@ -41,22 +43,24 @@ class TNO(nn.Module):
         num_heads: attention heads, each with d_model / num_heads channels.
         num_layers: encoder layers.
         dim_feedforward: hidden channels of the feed-forward network; None: d_model, as in CA (18).
-        dropout: probability, on the attention and after the sub-layers as in ``torch.nn.TransformerEncoderLayer``.
+        dropout: probability, placed as in ``torch.nn.TransformerEncoderLayer``.
         activation: "gelu", "relu", "silu", "tanh" or a function of a tensor.
         norm_first: normalise before a sub-layer instead of after the sum of CA (10). Not with "universal".
-        initial_channels: channels of an initial condition; 0: none. The mesh point with index 0 then has more
-            known channels than the others and a lift of its own, of (u(x_0), initial, x_0); the other points keep
-            theirs (CA 6.1). Through the attention that one point counts with its own quadrature weight.
-        variant: "standard" as above, or "universal", the form of the universal approximation theorems 22 and 23
-            of CA section 5: no layer norm, learnable W1 and W2, and a two-layer lift and projection that both take
-            the coordinates, hidden width d_model (CA 31-34). The theorems ask for a smooth non-polynomial
-            activation, which "relu" is not.
-        residual_weights: learnable W1, W2 of CA (10), which start as the identity. CA section 6 uses the identity
-            itself: False. "universal" has them in either case.
+        initial_channels: channels of an initial condition; 0: none. The mesh point with index 0 then has
+            more known channels than the others and a lift of its own, of (u(x_0), initial, x_0); the other
+            points keep theirs (CA 6.1). The others see it with the quadrature weight of that one point.
+        variant: "standard" as above, or "universal", the form of the universal approximation theorems 22
+            and 23 of CA section 5: no layer norm, learnable W1 and W2, and a two-layer lift and projection
+            that both take the coordinates, hidden width d_model (CA 31-34). The theorems ask for a smooth
+            activation that is no polynomial, which "relu" is not.
+        residual_weights: learnable W1, W2 of CA (10), which start as the identity. CA section 6 uses the
+            identity itself: False. "universal" has them in either case.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError, TypeError: an argument that is not as above.
+        ValueError: a number out of range, d_model not divisible by num_heads, an unknown name, or norm_first
+            with the variant "universal".
+        TypeError: a number of channels, heads or layers that is no int; an activation that is no function.
     """
 
     def __init__(
@@ -151,20 +155,22 @@ class TNO(nn.Module):
         """Evaluate the operator on one function per batch entry.
 
         Args:
-            u: (B, N, in_channels), samples of the input function at the points of the mesh, in their order (of a
-                grid: row-major), of the dtype of the parameters.
-            mesh: a `Grid`, a `PointCloud` or another object with points (N, d) or (B, N, d) and weights (N,) or
-                (B, N); or the points alone, which have equal weights. On the device of u.
-            initial: (B, initial_channels), the further channels known at the mesh point with index 0.
-            weights: "mesh", the weights of the mesh; "equal", the same weight for every point, for comparison with
-                plain softmax attention; or a tensor (N,) or (B, N) of quadrature weights >= 0, in place of the
-                mesh's. Only their ratios matter.
+            u: (B, N, in_channels), samples of the input function at the points of the mesh, in their order
+                (a grid's is row-major), of the dtype of the parameters.
+            mesh: a `Grid`, a `PointCloud` or another object with points (N, d) or (B, N, d) and weights
+                (N,) or (B, N), on the device of u; or the points alone, whose weights are then equal, or
+                those of an enclosing `continuum_ops.nn.quadrature`.
+            initial: (B, initial_channels), the further channels known at the mesh point with index 0, of
+                the dtype of u.
+            weights: "mesh", the weights of the mesh; "equal", the same weight for every point, to compare
+                with plain softmax attention; or a tensor (N,) or (B, N) of quadrature weights >= 0 in
+                place of the mesh's. Only their ratios matter.
 
         Returns:
             (B, N, out_channels), the output function at the same points.
 
         Raises:
-            ValueError: a shape, dtype or device that does not fit, or initial missing or not asked for.
+            ValueError: a shape, dtype or device that does not fit; initial missing, or not asked for.
             TypeError: an argument of another type.
         """
         self._check_input(u, initial)
@@ -176,7 +182,7 @@ class TNO(nn.Module):
             first = torch.cat([u[:, :1], initial[:, None, :], points[:, :1]], dim=-1)
             v = torch.cat([self.lift_initial(first), self.lift(inputs[:, 1:])], dim=1)
         for layer in self.layers:
-            v = layer(v, w)
+            v = layer(v, weights=w)
         if self.variant == "universal":
             v = torch.cat([v, points], dim=-1)
         return self.projection(v)
@@ -254,7 +260,7 @@ def _check_tensor(name: str, value: Tensor, u: Tensor, shapes: list[tuple[int, .
     if tuple(value.shape) not in shapes:
         wanted = " or ".join(str(shape) for shape in shapes)
         raise ValueError(
-            f"{name} must have shape {wanted} to go with u of shape {tuple(u.shape)}, was {tuple(value.shape)}"
+            f"{name} must have shape {wanted} for u of shape {tuple(u.shape)}, was {tuple(value.shape)}"
         )
     if not value.is_floating_point():
         raise ValueError(f"{name} must have a floating dtype, was {value.dtype}")

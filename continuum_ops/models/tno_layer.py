@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..nn import MultiheadAttention
+from ..nn import TransformerEncoderLayer
+from ..nn.quadrature_context import Mesh
 
 Activation = Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
@@ -52,7 +53,7 @@ class PointwiseNetwork(nn.Module):
         return self.linear2(self.activation(self.linear1(x)))
 
 
-class TNOEncoderLayer(nn.Module):
+class TNOEncoderLayer(TransformerEncoderLayer):
     """One encoder layer: CA eq. (10), or CA eq. (34) without layer norm.
 
     ::
@@ -60,10 +61,9 @@ class TNOEncoderLayer(nn.Module):
         v <- norm1(W1 v + A(v))        A: multi-head continuum attention (CA 11, 57-59)
         v <- norm2(W2 v + F(v))        F(v) = linear2(f(linear1(v))) (CA 18)
 
-    and with ``norm_first`` the pre-norm order v <- W1 v + A(norm1(v)), v <- W2 v + F(norm2(v)). W1 and W2 are
-    learnable d_model x d_model matrices that start as the identity, or the identity itself
-    (``residual_weights=False``). Parameters and their names are those of ``torch.nn.TransformerEncoderLayer``,
-    with ``residual1`` and ``residual2`` (W1, W2) besides.
+    and with ``norm_first`` the pre-norm order v <- W1 v + A(norm1(v)), v <- W2 v + F(norm2(v)). W1 and W2
+    are learnable d_model x d_model matrices ``residual1`` and ``residual2`` that start as the identity, or
+    the identity itself (``residual_weights=False``), which leaves the parent class's layer, batch first.
     """
 
     def __init__(
@@ -80,40 +80,50 @@ class TNOEncoderLayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.self_attn = MultiheadAttention(
-            d_model, num_heads, dropout=dropout, batch_first=True, device=device, dtype=dtype
+        super().__init__(
+            d_model,
+            num_heads,
+            dim_feedforward,
+            dropout,
+            activation,
+            batch_first=True,
+            norm_first=norm_first,
+            device=device,
+            dtype=dtype,
         )
-        self.linear1 = nn.Linear(d_model, dim_feedforward, device=device, dtype=dtype)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, device=device, dtype=dtype)
-        self.activation = activation
-        self.dropout = nn.Dropout(dropout)
-        self.norm_first = norm_first
+        if not layer_norm:
+            self.register_module("norm1", nn.Identity())
+            self.register_module("norm2", nn.Identity())
+        self.residual1: nn.Module = nn.Identity()
+        self.residual2: nn.Module = nn.Identity()
+        if residual_weights:
+            self.residual1 = _identity_map(d_model, device, dtype)
+            self.residual2 = _identity_map(d_model, device, dtype)
 
-        def norm() -> nn.Module:
-            return nn.LayerNorm(d_model, device=device, dtype=dtype) if layer_norm else nn.Identity()
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        weights: Tensor | Mesh | None = None,
+    ) -> Tensor:
+        """src (B, N, d_model) -> (B, N, d_model); the other arguments as in the parent class."""
 
-        def residual() -> nn.Module:
-            if not residual_weights:
-                return nn.Identity()
-            linear = nn.Linear(d_model, d_model, bias=False, device=device, dtype=dtype)
-            nn.init.eye_(linear.weight)
-            return linear
+        def attention(v: Tensor) -> Tensor:
+            return self._sa_block(v, src_mask, src_key_padding_mask, is_causal, weights)
 
-        self.norm1, self.norm2 = norm(), norm()
-        self.residual1, self.residual2 = residual(), residual()
-
-    def forward(self, v: Tensor, weights: Tensor | None = None) -> Tensor:
-        """v (B, N, d_model), weights (N,) or (B, N) -> (B, N, d_model)."""
+        v = src
         if self.norm_first:
-            v = self.residual1(v) + self._attention(self.norm1(v), weights)
-            return self.residual2(v) + self._feed_forward(self.norm2(v))
-        v = self.norm1(self.residual1(v) + self._attention(v, weights))
-        return self.norm2(self.residual2(v) + self._feed_forward(v))
+            v = self.residual1(v) + attention(self.norm1(v))
+            return self.residual2(v) + self._ff_block(self.norm2(v))
+        v = self.norm1(self.residual1(v) + attention(v))
+        return self.norm2(self.residual2(v) + self._ff_block(v))
 
-    def _attention(self, v: Tensor, weights: Tensor | None) -> Tensor:
-        # need_weights would form the N x N attention matrix.
-        return self.dropout(self.self_attn(v, v, v, need_weights=False, weights=weights)[0])
 
-    def _feed_forward(self, v: Tensor) -> Tensor:
-        return self.dropout(self.linear2(self.dropout(self.activation(self.linear1(v)))))
+def _identity_map(size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
+    """A learnable linear map that starts as the identity."""
+    linear = nn.Linear(size, size, bias=False, device=device, dtype=dtype)
+    nn.init.eye_(linear.weight)
+    return linear
