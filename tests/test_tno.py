@@ -322,13 +322,6 @@ def test_weights_of_the_mesh_can_be_replaced() -> None:
     torch.testing.assert_close(model(u, x, weights=5.0 * w), weighted, rtol=1e-12, atol=1e-13)
 
 
-def test_a_single_point_attends_to_itself() -> None:
-    model = make_tno(1, 1, 1)
-    u, x = rand(1, 1, 1), rand(1, 1, seed=1)
-    expected = paper_forward(model, u[0], x, lambda f: f.sum(0), heads=3, layers=2)
-    torch.testing.assert_close(model(u, x)[0], expected, rtol=1e-11, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"residual_weights": True}, {"norm_first": True}, {"variant": "universal", "initial_channels": 2}],
@@ -458,63 +451,57 @@ U, X, W = torch.zeros(2, 5, 1), torch.zeros(5, 2), torch.ones(5)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("change", "match"),
     [
-        ({"u": [1.0]}, TypeError, "u must be a tensor, was list"),
-        ({"u": torch.zeros(5, 1)}, ValueError, r"u must have shape \(B, N, 1\), was \(5, 1\)"),
-        ({"u": torch.zeros(2, 5, 3)}, ValueError, r"u must have shape \(B, N, 1\), was \(2, 5, 3\)"),
-        (
-            {"u": U.double()},
-            ValueError,
-            "u must have the dtype of the parameters, torch.float32, was torch.float64",
-        ),
-        ({"u": U.long()}, ValueError, "u must have the dtype of the parameters"),
-        ({"mesh": [0.0]}, TypeError, "mesh must be a Grid, a PointCloud or a tensor of points, was list"),
-        (
-            {"mesh": torch.zeros(5)},
-            ValueError,
-            r"mesh must have shape \(5, 2\) or \(2, 5, 2\) .*, was \(5,\)",
-        ),
-        ({"mesh": torch.zeros(5, 3)}, ValueError, r"mesh must have shape .*, was \(5, 3\)"),
-        ({"mesh": torch.zeros(4, 2)}, ValueError, r"mesh must have shape .*, was \(4, 2\)"),
-        ({"mesh": X.long()}, ValueError, "mesh must have a floating dtype, was torch.int64"),
-        ({"mesh": X.to("meta")}, ValueError, "mesh must be on the device of u, cpu, was on meta"),
-        ({"mesh": Mesh(X[:3], W)}, ValueError, r"mesh.points must have shape .*, was \(3, 2\)"),
-        (
-            {"mesh": Mesh(X, W[:3])},
-            ValueError,
-            r"mesh.weights must have shape \(5,\) or \(2, 5\) .*, was \(3,\)",
-        ),
-        ({"weights": W[:3]}, ValueError, r"weights must have shape \(5,\) or \(2, 5\) .*, was \(3,\)"),
-        ({"weights": W.long()}, ValueError, "weights must have a floating dtype, was torch.int64"),
-        ({"weights": None}, TypeError, 'weights must be "mesh", "equal" or a tensor, was None'),
-        ({"weights": "none"}, TypeError, 'weights must be "mesh", "equal" or a tensor, was \'none\''),
-        (
-            {"initial": torch.zeros(2, 2)},
-            ValueError,
-            "initial must be None for a model with initial_channels=0",
-        ),
+        ({"u": torch.zeros(5, 1)}, r"u must have shape \(B, N, 1\), was \(5, 1\)"),
+        ({"u": torch.zeros(2, 5, 3)}, r"u must have shape \(B, N, 1\), was \(2, 5, 3\)"),
+        ({"u": U.double()}, "u must have the dtype of the parameters, torch.float32, was torch.float64"),
+        ({"u": U.long()}, "u must have the dtype of the parameters, torch.float32, was torch.int64"),
+        ({"mesh": torch.zeros(5)}, r"mesh must have shape \(5, 2\) or \(2, 5, 2\) .*, was \(5,\)"),
+        ({"mesh": torch.zeros(5, 3)}, r"mesh must have shape .*, was \(5, 3\)"),
+        ({"mesh": torch.zeros(4, 2)}, r"mesh must have shape .*, was \(4, 2\)"),
+        ({"mesh": X.long()}, "mesh must have a floating dtype, was torch.int64"),
+        ({"mesh": X.to("meta")}, "mesh must be on the device of u, cpu, was on meta"),
+        ({"mesh": Mesh(X[:3], W)}, r"mesh.points must have shape .*, was \(3, 2\)"),
+        ({"mesh": Mesh(X, W[:3])}, r"mesh.weights must have shape \(5,\) or \(2, 5\) .*, was \(3,\)"),
+        ({"weights": W[:3]}, r"weights must have shape \(5,\) or \(2, 5\) .*, was \(3,\)"),
+        ({"weights": W.long()}, "weights must have a floating dtype, was torch.int64"),
+        ({"weights": "none"}, 'weights must be "mesh", "equal" or a tensor, was \'none\''),
+        ({"initial": torch.zeros(2, 2)}, "initial must be None for a model with initial_channels=0"),
     ],
-    ids=lambda value: None if isinstance(value, dict) else str(value),
 )
-def test_forward_errors(change: dict, error: type[Exception], match: str) -> None:
+def test_forward_value_errors(change: dict, match: str) -> None:
     model = TNO(1, 1, 2, d_model=4, num_heads=1, num_layers=1)
-    with pytest.raises(error, match=match):
+    with pytest.raises(ValueError, match=match):
         model(**{"u": U, "mesh": X, **change})
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("change", "match"),
     [
-        ({"initial": None}, ValueError, r"initial must be a tensor of shape \(B, 3\) .*, was None"),
-        ({"initial": torch.zeros(2, 2)}, ValueError, r"initial must have shape \(2, 3\) .*, was \(2, 2\)"),
-        ({"initial": [1.0]}, TypeError, "initial must be a tensor, was list"),
-        ({"initial": torch.zeros(2, 3).double()}, ValueError, "initial must have the dtype of u"),
-        ({"u": U[:, :0], "mesh": X[:0]}, ValueError, "u must have at least one point where initial is given"),
+        ({"initial": None}, r"initial must be a tensor of shape \(B, 3\) .*, was None"),
+        ({"initial": torch.zeros(2, 2)}, r"initial must have shape \(2, 3\) .*, was \(2, 2\)"),
+        ({"initial": torch.zeros(2, 3).double()}, "initial must have the dtype of u, torch.float32"),
+        ({"u": U[:, :0], "mesh": X[:0]}, "u must have at least one point where initial is given"),
     ],
-    ids=lambda value: None if isinstance(value, dict) else str(value),
 )
-def test_initial_condition_errors(change: dict, error: type[Exception], match: str) -> None:
+def test_initial_condition_errors(change: dict, match: str) -> None:
     model = TNO(1, 1, 2, d_model=4, num_heads=1, num_layers=1, initial_channels=3)
-    with pytest.raises(error, match=match):
+    with pytest.raises(ValueError, match=match):
+        model(**{"u": U, "mesh": X, "initial": torch.zeros(2, 3), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"u": [1.0]}, "u must be a tensor, was list"),
+        ({"mesh": [0.0]}, "mesh must be a Grid, a PointCloud or a tensor of points, was list"),
+        ({"mesh": Mesh([0.0], W)}, "mesh.points must be a tensor, was list"),
+        ({"weights": None}, 'weights must be "mesh", "equal" or a tensor, was NoneType'),
+        ({"initial": [1.0]}, "initial must be a tensor, was list"),
+    ],
+)
+def test_forward_type_errors(change: dict, match: str) -> None:
+    model = TNO(1, 1, 2, d_model=4, num_heads=1, num_layers=1, initial_channels=3)
+    with pytest.raises(TypeError, match=match):
         model(**{"u": U, "mesh": X, "initial": torch.zeros(2, 3), **change})

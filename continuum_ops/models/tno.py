@@ -193,7 +193,8 @@ class TNO(nn.Module):
         if u.ndim != 3 or u.shape[-1] != self.in_channels:
             raise ValueError(f"u must have shape (B, N, {self.in_channels}), was {tuple(u.shape)}")
         expected = next(self.parameters()).dtype
-        if u.dtype != expected and not torch.is_autocast_enabled(u.device.type):
+        castable = u.is_floating_point() and torch.is_autocast_enabled(u.device.type)
+        if u.dtype != expected and not castable:
             raise ValueError(f"u must have the dtype of the parameters, {expected}, was {u.dtype}")
         if self.initial_channels == 0:
             if initial is not None:
@@ -225,15 +226,16 @@ class TNO(nn.Module):
             )
         name = "mesh" if isinstance(mesh, Tensor) else "mesh.points"
         _check_tensor(name, points, u, [(n, self.coord_dim), (batch, n, self.coord_dim)])
+        name = "mesh.weights"
         if isinstance(weights, Tensor):
             name, w = "weights", weights
+        elif not isinstance(weights, str):
+            raise TypeError(f'weights must be "mesh", "equal" or a tensor, was {type(weights).__name__}')
         elif weights == "equal":
             # Explicit ones: a surrounding co.nn.quadrature must not put other weights in their place.
-            name, w = "weights", u.new_ones(n, dtype=torch.float32)
-        elif weights == "mesh":
-            name = "mesh.weights"
-        else:
-            raise TypeError(f'weights must be "mesh", "equal" or a tensor, was {weights!r}')
+            w = u.new_ones(n, dtype=torch.float32)
+        elif weights != "mesh":
+            raise ValueError(f'weights must be "mesh", "equal" or a tensor, was {weights!r}')
         if w is not None:
             _check_tensor(name, w, u, [(n,), (batch, n)])
             w = w.to(torch.promote_types(u.dtype, torch.float32))
