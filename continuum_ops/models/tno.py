@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..mesh import Mesh
 from .tno_layer import Activation, PointwiseNetwork, TNOEncoderLayer, resolve_activation
-
-
-class Mesh(Protocol):
-    """What the model reads of a mesh; `continuum_ops.Grid` and `continuum_ops.PointCloud` have it."""
-
-    @property
-    def points(self) -> Tensor: ...
-
-    @property
-    def weights(self) -> Tensor: ...
 
 
 class TNO(nn.Module):
@@ -157,9 +148,9 @@ class TNO(nn.Module):
         Args:
             u: (B, N, in_channels), samples of the input function at the points of the mesh, in their order
                 (a grid's is row-major), of the dtype of the parameters.
-            mesh: a `Grid`, a `PointCloud` or another object with points (N, d) or (B, N, d) and weights
-                (N,) or (B, N), on the device of u; or the points alone, whose weights are then equal, or
-                those of an enclosing `continuum_ops.nn.quadrature`.
+            mesh: a `Grid`, a `PointCloud` or another `Mesh` on the device of u, with points (N, d) or
+                (B, N, d). Or the points alone, (N,) too if d = 1; their weights are then equal, or those of
+                an enclosing `continuum_ops.nn.quadrature`.
             initial: (B, initial_channels), the further channels known at the mesh point with index 0, of
                 the dtype of u.
             weights: "mesh", the weights of the mesh; "equal", the same weight for every point, to compare
@@ -216,16 +207,18 @@ class TNO(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Points (B, N, d) in the dtype of u and weights (N,), (B, N) or None in float32 or wider."""
         batch, n = u.shape[:2]
-        if isinstance(mesh, Tensor):
-            points, w = mesh, None
-        elif hasattr(mesh, "points") and hasattr(mesh, "weights"):
+        shapes = [(n, self.coord_dim), (batch, n, self.coord_dim)]
+        w: Tensor | None = None
+        if isinstance(mesh, Mesh):
             points, w = mesh.points, mesh.weights
+            _check_tensor("mesh.points", points, u, shapes)
+        elif isinstance(mesh, Tensor):
+            points = mesh[:, None] if mesh.ndim == 1 and self.coord_dim == 1 else mesh
+            _check_tensor("mesh", points, u, shapes)
         else:
             raise TypeError(
                 f"mesh must be a Grid, a PointCloud or a tensor of points, was {type(mesh).__name__}"
             )
-        name = "mesh" if isinstance(mesh, Tensor) else "mesh.points"
-        _check_tensor(name, points, u, [(n, self.coord_dim), (batch, n, self.coord_dim)])
         name = "mesh.weights"
         if isinstance(weights, Tensor):
             name, w = "weights", weights
