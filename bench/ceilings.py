@@ -1,7 +1,7 @@
 """The ceilings of this machine: FMA, exp2 and memory rates, to state what fraction of them a kernel reaches.
 
-``python bench/ceilings.py`` prints them for 1 and 2 threads. ``ceilings.cpp`` is compiled with ``-march=native`` in a
-temporary directory; the product of two 2048 x 2048 matrices is timed besides, because BLAS may use a narrower
+``python bench/ceilings.py`` prints them for 1 and 2 threads. ``ceilings.cpp`` is compiled with ``-march=native``
+in a temporary directory; the product of two 2048 x 2048 matrices is timed besides, because BLAS may use a narrower
 instruction set than the machine has.
 """
 
@@ -44,8 +44,8 @@ def measure_ceilings(threads: Sequence[int] = (1, 2)) -> dict[str, Any]:
     """Compile and run the micro-benchmarks.
 
     Returns ``{"isa", "exp2_error", "threads": {"1": {"fma_gflops", "exp2_giga_per_s", "triad_gb_per_s",
-    "first_touch_gb_per_s", "blas_gflops"}}}``; on an AVX-512 machine ``fma_avx2_gflops`` besides. Each figure is the
-    best of several repetitions. Raises RuntimeError without a C++ compiler (``CXX``, else g++).
+    "first_touch_gb_per_s", "blas_gflops"}}}``; on an AVX-512 machine ``fma_avx2_gflops`` besides. Each figure is
+    the best of several repetitions. Raises RuntimeError without a C++ compiler (``CXX``, else g++).
     """
     cores = os.cpu_count() or 1
     if bad := [t for t in threads if not 1 <= t <= cores]:
