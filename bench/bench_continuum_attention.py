@@ -33,7 +33,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # Flops and exponentials per score: two products of 2 d each; the backward recomputes one and makes four more.
 COST = {"forward": (4, 1), "forward + backward": (14, 2)}
 
-Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+Attention = Callable[..., Any]  # (query, key, value, weights) -> out
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def make_inputs(n: int, dim: int, *, heads: int = HEADS, dtype: torch.dtype = to
 
 
 def exact(x: Inputs, *, weighted: bool, chunk_bytes: int = 2**25) -> dict[str, Tensor]:
-    """out and the gradients of query, key, value, weights in float64, in chunks of query rows, in closed form.
+    """out and the gradients of query, key, value, weights in float64: closed form, chunks of query rows.
 
     With p the attention matrix, g the gradient of out and delta_i = g_i . out_i:
     dv = p^T g, ds = p (g v^T - delta), dq = scale ds k, dk = scale ds^T q, dw_k = sum_i ds_ik / w_k.
@@ -307,12 +307,12 @@ def main(argv: Sequence[str]) -> None:
     document = harness.new_document(OP, settings)
     ceilings = None if args.no_ceilings else measure_ceilings([args.threads])
     document["ceilings"] = ceilings
-    document["rows"] = [row for allocator in harness.ALLOCATORS for row in worker({"allocator": allocator})]
-    finish_rows(document["rows"], ceilings and ceilings["threads"][str(args.threads)])
-    if args.memory:
+    if args.memory:  # first: it fails at once where the op forms N x N
         forms, passes = (OP, "(b) SDPA, log w mask"), tuple(COST)
         tasks = [{"form": f, "passes": p, "n": args.memory_size} for f in forms for p in passes]
         document["memory"] = [worker({"memory": task}) for task in tasks]
+    document["rows"] = [row for allocator in harness.ALLOCATORS for row in worker({"allocator": allocator})]
+    finish_rows(document["rows"], ceilings and ceilings["threads"][str(args.threads)])
     suffix = "-short" if args.short else ""
     default = harness.RESULTS / f"{OP}-{document['machine']['name']}{suffix}.json"
     path = default if args.out is None else args.out

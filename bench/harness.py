@@ -1,7 +1,7 @@
 """Shared by the benchmarks: parity first, interleaved timing, peak memory, the machine, JSON and Markdown.
 
-Linux only: noise and memory are read from /proc. A benchmark script is a coordinator that measures nothing itself:
-it starts workers (itself again, with the environment set before torch is loaded) and merges the rows they print.
+Linux only: noise and memory are read from /proc. A benchmark script coordinates and measures nothing itself:
+it starts workers (itself again, the environment set before torch is loaded) and merges the rows they print.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ParityError(AssertionError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time: ``run`` returns tensors that must agree with ``reference`` (float64) within ``bound``.
+    """Something to time: ``run`` returns what must agree with ``reference`` (float64) within ``bound``.
 
     The error is max |x - ref| / max |ref| of the worst tensor.
     """
@@ -61,7 +61,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Sample:
     seconds: float
-    other_cpu: float  # CPU seconds of other processes per second of wall time
+    other_cpu: float  # CPU seconds of other processes and of the hypervisor per second of wall time
 
     @property
     def noisy(self) -> bool:
@@ -118,11 +118,11 @@ def _machine_cpu_seconds() -> float:
 
 def _own_cpu_seconds() -> float:
     t = os.times()
-    return t.user + t.system
+    return t.user + t.system + t.children_user + t.children_system
 
 
 def take_sample(run: Callable[[], object], min_seconds: float) -> Sample:
-    """Call for at least ``min_seconds``: wall seconds per call, and what other processes (or the hypervisor) took.
+    """Call for at least ``min_seconds``: wall seconds per call, and what other processes took meanwhile.
 
     The number of calls is not fixed beforehand: on a busy machine one call can take a hundred times another.
     """
@@ -146,9 +146,9 @@ def time_interleaved(
 ) -> list[dict[str, Any]]:
     """Check every candidate, then time them in turns: one row per candidate, in the order given.
 
-    A round takes one sample of each candidate and starts one candidate later than the round before, so that drift
-    of the clock and what a neighbour leaves in the caches fall on all alike. Rounds go on until each candidate has
-    ``rounds`` clean samples, or for ``max_rounds`` (default 2 * rounds). Nothing is timed if one candidate fails
+    A round takes one sample of each candidate and starts one candidate later than the round before, so that
+    clock drift and what a neighbour leaves in the caches fall on all alike. Rounds go on until each has
+    ``rounds`` clean samples, or for ``max_rounds`` (default 2 * rounds). Nothing is timed if one fails
     parity; the parity check is the first warm-up call, one more follows.
     """
     if rounds < 1:
@@ -198,7 +198,7 @@ def available_bytes() -> int:
 
 
 def run_worker(script: str, arguments: Sequence[str], *, threads: int, allocator: str) -> Any:
-    """Run ``script`` in a fresh process, threads and allocator set before torch loads; return what it printed.
+    """Run ``script`` in a fresh process, threads and allocator set before torch loads; return its result.
 
     The worker prints one JSON value on stdout; its stderr (progress, errors) is passed through.
     """

@@ -11,8 +11,8 @@ from typing import Any
 Row = Mapping[str, Any]
 
 LEGEND = (
-    "Cells: median (min-max) ms; **time divided by the time of this package in the same process**; fraction of the "
-    "ceiling; the path SDPA takes where it is not flash; ~ where other processes disturbed all but one sample."
+    "Cells: median (min-max) ms; **time divided by this package's time in the same process**; fraction of "
+    "the ceiling; SDPA's path where it is not flash; ~ where other processes disturbed all samples but one."
 )
 
 
@@ -102,7 +102,8 @@ def render_ceilings(ceilings: Mapping[str, Any]) -> str:
         rest = [c["blas_gflops"], c["exp2_giga_per_s"], c["triad_gb_per_s"], c["first_touch_gb_per_s"]]
         lines.append([threads, fma, *(f"{x:.3g}" for x in rest)])
     header = ["threads", "FMA GFLOP/s", "torch.mm GFLOP/s", "exp2 G/s", "triad GB/s", "first touch GB/s"]
-    return f"### Ceilings ({ceilings['isa']})\n\n{_table(header, lines)}"
+    disturbed = f"other processes took {ceilings['other_cpu']:.0%} of a core meanwhile"
+    return f"### Ceilings ({ceilings['isa']}; {disturbed})\n\n{_table(header, lines)}"
 
 
 def render(document: Mapping[str, Any]) -> str:
