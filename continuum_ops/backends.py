@@ -46,10 +46,7 @@ def backends() -> dict[str, str]:
     Returns ``{"cpu": ..., "cuda": ...}``, e.g. ``{"cpu": "C++ (avx512)", "cuda": "not available: ..."}``.
     """
     module, reason = extension()
-    if module is None:
-        cpu = f"chunked PyTorch: {reason}"
-    else:
-        cpu = f"C++ ({module.isa()})"
+    cpu = f"chunked PyTorch: {reason}" if module is None else f"C++ ({module.isa()})"
     if torch.version.cuda is None:
         cuda = "not available: this build of PyTorch has no CUDA"
     elif not torch.cuda.is_available():

@@ -12,7 +12,8 @@ from . import _continuum_attention_chunked as chunked
 from ._continuum_attention_chunked import Inputs, accumulation_dtype
 from ._library import LIBRARY
 
-# --- the operators that have kernels; PyTorch where the device has none ------------------------------------------
+# --- the operators that have kernels; PyTorch where the device has none
+# ------------------------------------------
 
 
 def _kernel_inputs(
@@ -140,7 +141,8 @@ torch.library.register_autograd(
     lib=LIBRARY,
 )
 
-# --- the operator in PyTorch: float masks and distance terms ----------------------------------------------------
+# --- the operator in PyTorch: float masks and distance terms
+# ----------------------------------------------------
 
 
 def _chunked(*args: Any) -> tuple[Tensor, Tensor]:
@@ -171,7 +173,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
 def _(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     x = Inputs(*args[:-1])
     mask = None if x.attn_mask is None or x.attn_mask.dtype == torch.bool else x.attn_mask
-    tensors = (*x[:4], mask, *x[5 : chunked.DIFFERENTIABLE])
+    tensors = x._replace(attn_mask=mask).tensors()
     return tuple(_or_empty(_like(t), x.query) for t in tensors)
 
 
@@ -223,13 +225,14 @@ torch.library.register_autograd(
     lib=LIBRARY,
 )
 
-# --- second derivatives, which end here -------------------------------------------------------------------------
+# --- second derivatives, which end here
+# -------------------------------------------------------------------------
 
 
 class _DoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, options: tuple[Any, ...], grad_out: Tensor, grad_lse: Tensor | None, *tensors: Tensor | None
+        ctx: Any, options: tuple[Any, ...], grad_out: Tensor, grad_lse: Tensor | None, *tensors: Any
     ) -> tuple[Tensor | None, ...]:
         inputs, grad_grads = tensors[: -chunked.DIFFERENTIABLE], tensors[-chunked.DIFFERENTIABLE :]
         first, second, rest = chunked.double_backward(

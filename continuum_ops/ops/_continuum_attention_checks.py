@@ -1,4 +1,4 @@
-"""Argument checks of continuum attention: what is wrong, what it must be and what it was, before anything runs."""
+"""Argument checks of continuum attention: which argument, what it must be and what it was."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """Continuum attention in PyTorch, a block of queries at a time: O(N * chunk) memory.
 
-Serves what has no kernel: float masks, distance terms, second derivatives, and devices without a compiled kernel.
+Serves what has no kernel: float masks, distance terms, second derivatives, and devices without a compiled
+kernel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,11 @@ class Inputs(NamedTuple):
     dropout_p: float
     is_causal: bool
 
+    def tensors(self) -> list[Tensor | None]:
+        """The eight that have gradients."""
+        geometry = [self.query_pos, self.key_pos, self.rate]
+        return [self.query, self.key, self.value, self.weights, self.attn_mask, *geometry]
+
 
 DIFFERENTIABLE = 8
 
@@ -49,7 +55,7 @@ def _at_least(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _reduced(dead: Tensor, leads: torch.Size) -> Tensor:
-    """dead (*L, M) for a tensor shared over some of the leading dimensions: dead only if dead for all sharers."""
+    """dead (*L, M) for a tensor shared over some leading dimensions: dead only if dead for all sharers."""
     shared = [axis for axis, size in enumerate(leads) if size == 1]
     return dead.all(shared, keepdim=True) if shared else dead
 
@@ -79,7 +85,7 @@ def _prepared(x: Inputs) -> Inputs:
 
 
 def _check_values(x: Inputs) -> None:
-    """On the CPU a look at the values costs nothing; elsewhere it would synchronise, and NaN comes out instead."""
+    """Only on the CPU: elsewhere a look at the values would synchronise, and NaN comes out instead."""
     if x.query.device.type != "cpu":
         return
     for name, tensor in (("weights", x.weights), ("rate", x.rate), ("radius", x.radius)):
@@ -113,7 +119,7 @@ def _block(x: Inputs, start: int, stop: int) -> Inputs:
 
 
 def _difference(x: Inputs, axis: int) -> Tensor:
-    """x_i - y_k along one axis, to the nearest periodic image. Never by expansion: that cancels far from 0."""
+    """x_i - y_k along one axis, to the nearest periodic image. Expansion would cancel far from 0."""
     assert x.query_pos is not None and x.key_pos is not None
     difference = x.query_pos[..., :, None, axis] - x.key_pos[..., None, :, axis]
     if x.period is not None and math.isfinite(x.period[axis]):
@@ -130,7 +136,7 @@ def _squared_distance(x: Inputs) -> Tensor:
 
 
 def _softmax_parts(x: Inputs, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """w_k e^{s_ik - shift_i}, its sum over k (1 for a row with nothing to attend to) and shift_i (-inf there)."""
+    """w_k e^{s_ik - shift_i}, its sum over k (1 for a row with no key left) and shift_i (-inf there)."""
     scores = (x.scale * x.query) @ x.key.mT
     if x.query_pos is not None:
         d2 = _squared_distance(x)
@@ -201,9 +207,7 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _zeros_like_inputs(x: Inputs) -> list[Tensor | None]:
-    return [
-        None if t is None or not t.is_floating_point() else t.new_zeros(t.shape) for t in x[:DIFFERENTIABLE]
-    ]
+    return [None if t is None or not t.is_floating_point() else t.new_zeros(t.shape) for t in x.tensors()]
 
 
 def _finished(grads: list[Tensor | None], x: Inputs, dtypes: list[torch.dtype | None]) -> list[Tensor | None]:
@@ -279,7 +283,7 @@ def _position_gradients(x: Inputs, grad_d2: Tensor) -> tuple[Tensor, Tensor]:
 
 def backward(x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, needs: list[bool]) -> list[Tensor | None]:
     """Gradients of the eight differentiable inputs (None where the input is None), in the inputs' dtypes."""
-    dtypes = [None if t is None else t.dtype for t in x[:DIFFERENTIABLE]]
+    dtypes = [None if t is None else t.dtype for t in x.tensors()]
     with torch.no_grad(), torch.autocast(x.query.device.type, enabled=False):
         x = _prepared(x)
         grads = _zeros_like_inputs(x)
@@ -297,10 +301,11 @@ def double_backward(
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Gradients of `backward`'s outputs with respect to grad_out, grad_lse and the eight inputs.
 
-    grad_grads: what arrives for each of backward's eight outputs. Every block is computed again under autograd and
+    grad_grads: what arrives for each of backward's eight outputs. Every block is computed again under
+        autograd and
     differentiated twice, so memory stays O(N * chunk).
     """
-    dtypes = [None if t is None else t.dtype for t in x[:DIFFERENTIABLE]]
+    dtypes = [None if t is None else t.dtype for t in x.tensors()]
     x = _prepared(x)
     grads = _zeros_like_inputs(x)
     grad_grad_out = grad_out.new_zeros(grad_out.shape, dtype=x.query.dtype)
@@ -309,16 +314,17 @@ def double_backward(
         return grad_grad_out.to(grad_out.dtype), grad_grad_lse, _finished(grads, x, dtypes)
     for start, stop in _blocks(x):
         block = _block(x, start, stop)
-        leaves = [_leaf(t) for t in block[:DIFFERENTIABLE]]
+        leaves = [_leaf(t) for t in block.tensors()]
         inputs = [t for t in leaves if t is not None]
         block_out = grad_out[..., start:stop, :].to(x.query.dtype).detach().requires_grad_()
         cotangents = [block_out]
         if grad_lse is not None:
             cotangents.append(grad_lse[..., start:stop].to(x.query.dtype).detach().requires_grad_())
-        bool_mask = block.attn_mask is not None and block.attn_mask.dtype == torch.bool
-        masked = leaves[:4] + [block.attn_mask if bool_mask else leaves[4]] + leaves[5:]
+        fields = dict(zip(Inputs._fields, leaves, strict=False))
+        if leaves[4] is None:
+            fields["attn_mask"] = block.attn_mask  # a bool mask is no leaf
         with torch.enable_grad(), torch.autocast(x.query.device.type, enabled=False):
-            outputs = _attend(Inputs(*masked, *block[DIFFERENTIABLE:]), start)[: len(cotangents)]
+            outputs = _attend(_replaced(block, fields), start)[: len(cotangents)]
             first = torch.autograd.grad(outputs, inputs, cotangents, create_graph=True, allow_unused=True)
         incoming = [
             _rows(gg, start, stop) if index in (0, 4, 5) else gg
@@ -345,6 +351,10 @@ def double_backward(
     if grad_lse is not None and grad_grad_lse is not None:
         grad_grad_lse = grad_grad_lse.to(grad_lse.dtype)
     return grad_grad_out.to(grad_out.dtype), grad_grad_lse, _finished(grads, x, dtypes)
+
+
+def _replaced(x: Inputs, fields: dict[str, Any]) -> Inputs:
+    return x._replace(**fields)
 
 
 def _leaf(tensor: Tensor | None) -> Tensor | None:

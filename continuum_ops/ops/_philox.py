@@ -1,7 +1,7 @@
 """Philox4x32, a counter-based random generator (Salmon, Moraes, Dror, Shaw 2011), in tensor arithmetic.
 
-A word depends on (seed, counter) alone, so that any part of a dropout mask can be made again, in any order and on
-any device, with the same bits.
+A word depends on (seed, counter) alone, so that any part of a dropout mask can be made again, in any order
+and on any device, with the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def philox4x32(counter: list[Tensor], key: list[Tensor], rounds: int) -> list[Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # The 64-bit pattern of an unsigned product survives the wrap of signed multiplication; so do its halves.
+        # The 64-bit pattern of an unsigned product survives the wrap of signed multiplication; so do its
+        # halves.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         high0, high1 = (product0 >> 32) & _LOW, (product1 >> 32) & _LOW
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _LOW, high0 ^ c3 ^ k1, product0 & _LOW
@@ -35,8 +36,8 @@ def dropout_keep(
 ) -> Tensor:
     """Which keys survive dropout, bool (*leads, rows, keys), for the queries start, ..., start + rows - 1.
 
-    Key k of query i in the flattened (C order) leading index b reads word k & 3 of counter (k >> 2, i, b mod 2^32,
-    b >> 32) after 7 rounds, and is dropped if that word is below floor(dropout_p 2^32).
+    Key k of query i in the flattened (C order) leading index b reads word k & 3 of counter (k >> 2, i, b
+    mod 2^32, b >> 32) after 7 rounds, and is dropped if that word is below floor(dropout_p 2^32).
     """
     count = 1
     for size in leads:

@@ -40,50 +40,52 @@ def continuum_attention(
 
     With weights :math:`w_k` that integrate over the domain, the sums converge to the integrals of Calvello,
     Kovachki, Levine, Stuart, "Continuum Attention for Neural Operators", definition 5 (self-attention) and
-    definition 11 (cross-attention), whatever the mesh; with trapezoid weights they are its equations (58), (59).
-    With equal weights this is ``torch.nn.functional.scaled_dot_product_attention``. The N x M scores are never held
-    at once: memory is O(N + M) in a kernel, O(N * chunk) in PyTorch.
+    definition 11 (cross-attention), whatever the mesh; with trapezoid weights they are its equations (58),
+    (59). With equal weights this is ``torch.nn.functional.scaled_dot_product_attention``. The N x M scores
+    are never held at once: memory is O(N + M) in a kernel, O(N * chunk) in PyTorch.
 
     Args:
         query: (..., H, N, D), float64, float32, bfloat16 or float16.
         key: (..., H, M, D), query's dtype.
-        value: (..., H, M, Dv), query's dtype. Leading dimensions are any number, equal or broadcastable; strided
-            and expanded tensors are read in place.
+        value: (..., H, M, Dv), query's dtype. Leading dimensions are any number, equal or broadcastable;
+            strided and expanded tensors are read in place.
         weights: quadrature weights >= 0, broadcastable to (..., H, M), any floating dtype, used as float32
-            (float64 for float64 queries). A weight of 0 removes its key. A constant factor leaves the output as it
-            is. None: ones.
-        attn_mask: broadcastable to (..., H, N, M): bool (True = attend) or floating, which is added to the scores
-            (-inf removes a key) and receives a gradient.
-        dropout_p: probability in [0, 1] with which a normalised attention weight is set to 0, the others being
-            multiplied by 1 / (1 - dropout_p). Applied whenever it is not 0, like the function of torch; the lse does not
-            see it. The mask follows from the generator of query's device (``torch.manual_seed``).
+            (float64 for float64 queries). A weight of 0 removes its key. A constant factor leaves the
+            output as it is. None: ones.
+        attn_mask: broadcastable to (..., H, N, M): bool (True = attend) or floating, which is added to the
+            scores (-inf removes a key) and receives a gradient.
+        dropout_p: probability in [0, 1] with which a normalised attention weight is set to 0, the others
+            being multiplied by 1 / (1 - dropout_p). Applied whenever it is not 0, like the function of
+            torch; the lse does not see it. The mask follows from the generator of query's device
+            (``torch.manual_seed``).
         is_causal: query i attends to the keys k <= i. Not together with attn_mask.
         scale: factor of q . k. None: 1 / sqrt(D).
         return_lse: return (out, lse).
         query_pos: (N, d), or (..., N, d) with leading dimensions that broadcast to those of query before H.
         key_pos: (M, d) or (..., M, d). Positions of any floating dtype, used in float32 or wider.
         rate: (H,) or a number, >= 0: adds -rate_h |x_i - y_k|^2 to the scores, for query_pos x and key_pos y.
-        period: d numbers, the lengths of a periodic domain (inf: not periodic along that axis); distances are those
-            of the nearest images.
-        radius: a number, (N,) or (..., N), >= 0: keys farther than radius from query i do not count. A key counts if
-            d^2 <= r^2 (1 + 8 eps).
+        period: d numbers, the lengths of a periodic domain (inf: not periodic along that axis); distances
+            are those of the nearest images.
+        radius: a number, (N,) or (..., N), >= 0: keys farther than radius from query i do not count. A key
+            counts if d^2 <= r^2 (1 + 8 eps).
 
     Returns:
         out (..., H, N, Dv) in query's dtype; with ``return_lse`` also lse (..., H, N), the logarithm of
         :math:`\sum_k w_k e^{s_{ik}}`, float32 (float64 for float64 queries).
 
-    A query with nothing to attend to (M = 0, all weights 0, everything masked, no key within radius) gives 0, lse
-    -inf and zero gradients. A key of weight 0 has no effect even if its row is NaN; its key, value and weight gradients
-    are 0. NaN in a live row comes out. Computation is in float32 or wider and rounds to a 16-bit dtype once.
+    A query with nothing to attend to (M = 0, all weights 0, everything masked, no key within radius) gives
+    0, lse -inf and zero gradients. A key of weight 0 has no effect even if its row is NaN; its key, value
+    and weight gradients are 0. NaN in a live row comes out. Computation is in float32 or wider and rounds
+    to a 16-bit dtype once.
 
-    Gradients exist for query, key, value, weights, a floating attn_mask, query_pos, key_pos and rate, through out and lse,
-    and so do second derivatives; third derivatives raise. Under autocast, query, key and value take the autocast dtype
-    (unless they are float64) and nothing else does.
+    Gradients exist for query, key, value, weights, a floating attn_mask, query_pos, key_pos and rate,
+    through out and lse, and so do second derivatives; third derivatives raise. Under autocast, query, key
+    and value take the autocast dtype (unless they are float64) and nothing else does.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device or value; on the CPU also a negative or NaN weight, rate or radius (elsewhere,
-            where a look at the values would wait for the device, the affected rows become NaN).
+        ValueError: a wrong shape, device or value; on the CPU also a negative or NaN weight, rate or radius
+            (elsewhere, where a look at the values would wait for the device, the affected rows become NaN).
 
     Example:
         >>> x = co.quadrature.gauss_legendre(64, 0.0, 1.0)
@@ -147,7 +149,7 @@ def _expand(tensor: Tensor, leads: torch.Size) -> Tensor:
 
 
 def _with_leads(tensor: Tensor, leads: Sequence[int], trailing: int) -> Tensor:
-    """View with all leading dimensions, those of size 1 left as they are, so that gradients have the small shape."""
+    """View with all leading dimensions, new ones of size 1, so that gradients have the small shape."""
     missing = len(leads) + trailing - tensor.dim()
     return tensor[(None,) * missing] if missing > 0 else tensor
 
@@ -162,7 +164,7 @@ def _distance_terms(
     period: Sequence[float] | None,
     radius: Tensor | float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Positions, rate and radius checked and with all leading dimensions of query; positions shared by the heads."""
+    """Positions, rate and radius, checked and with an axis for each leading dimension of query."""
     checks.check_positions(query_pos, key_pos, query, leads, keys)
     assert query_pos is not None and key_pos is not None
     if rate is None and radius is None:
