@@ -1,1 +1,14 @@
-"""Layers."""
+"""Layers: drop-in replacements for ``torch.nn`` that take quadrature weights."""
+
+from .multihead_attention import MultiheadAttention
+from .quadrature_context import quadrature
+from .replace_attention import replace_attention
+from .transformer import TransformerEncoder, TransformerEncoderLayer
+
+__all__ = [
+    "MultiheadAttention",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "quadrature",
+    "replace_attention",
+]

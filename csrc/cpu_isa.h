@@ -1,0 +1,17 @@
+// The instruction set whose kernels run, chosen once at load time from what the processor has.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "continuum_attention.h"
+
+namespace continuum_ops {
+
+std::vector<std::string> available_isas();  // best first
+std::string current_isa();
+void set_isa(const std::string& name);  // throws std::invalid_argument
+
+const ContinuumAttentionKernels& continuum_attention_kernels();
+
+}  // namespace continuum_ops

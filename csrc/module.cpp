@@ -1,0 +1,25 @@
+// The Python module continuum_ops._C. Importing it registers the CPU kernels (static initialisers of the other files); what
+// takes no tensors is bound here.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu_isa.h"
+
+#define CO_STRING_(x) #x
+#define CO_STRING(x) CO_STRING_(x)
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled CPU kernels of continuum_ops";
+  m.def("isa", &continuum_ops::current_isa, "Instruction set whose kernels run");
+  m.def("isas", &continuum_ops::available_isas, "Instruction sets that this machine can run, best first");
+  m.def("set_isa", &continuum_ops::set_isa, pybind11::arg("name"), "Choose the kernels of another instruction set (tests, measurements)");
+  m.def("build_info", [] {
+    pybind11::dict info;
+    info["compiler"] = __VERSION__;
+    info["torch_target_version"] = CO_STRING(TORCH_TARGET_VERSION);
+#if defined(__SANITIZE_ADDRESS__)
+    info["sanitizer"] = "address";
+#endif
+    return info;
+  });
+}
