@@ -189,7 +189,7 @@ def _error(actual: Tensor, true: NDArray) -> float:
 def _size(name: str, true: dict[str, NDArray], terms: dict[str, NDArray], value: Tensor) -> float:
     """What max|value| is in the budget: a bound of the terms that are summed, before they cancel.
 
-    For the output that is the largest value; for a gradient its sum over absolute values, likewise; for lse, a
+    For the output that is the largest value; for a gradient, its sum over absolute values; for lse, a
     logarithm, 1 (the relative error of the sum) or |lse|.
     """
     if name == "out":
