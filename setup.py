@@ -117,8 +117,12 @@ def ninja():
     return found
 
 
-def ninja_escaped(path):
-    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+def dollars(text):
+    return text.replace("$", "$$")
+
+
+def ninja_path(path):
+    return dollars(str(path)).replace(" ", "$ ").replace(":", "$:")
 
 
 def ninja_file(target, torch):
@@ -138,20 +142,20 @@ def ninja_file(target, torch):
     ]
     flags = f"{COMMON} {SANITIZED if SANITIZE else OPTIMISED} -I{shlex.quote(str(ROOT / 'csrc'))}"
     lines = [
-        f"cxx = {shlex.join(compiler()).replace('$', '$$')}",
-        f"flags = {flags.replace('$', '$$')}",
+        f"cxx = {dollars(shlex.join(compiler()))}",
+        f"flags = {dollars(flags)}",
         "rule compile",
         "  command = $cxx $flags $extra -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = $cxx $in -o $out {' '.join(link).replace('$', '$$')}",
+        f"  command = $cxx $in -o $out {dollars(' '.join(link))}",
     ]
     objects = []
 
     def add(source, obj, extra):
-        lines.append(f"build {obj}: compile {ninja_escaped(ROOT / 'csrc' / source)}")
-        lines.append(f"  extra = {extra.replace('$', '$$')}")
+        lines.append(f"build {obj}: compile {ninja_path(ROOT / 'csrc' / source)}")
+        lines.append(f"  extra = {dollars(extra)}")
         objects.append(obj)
 
     for isa, isa_flags in ISAS.items():
@@ -160,7 +164,7 @@ def ninja_file(target, torch):
             add(source, f"{Path(source).stem}_{isa}.o", f"-DCO_ISA_{isa} -fno-math-errno {isa_flags}")
     for source in SOURCES:
         add(source, f"{Path(source).stem}.o", " ".join(torch_flags))
-    lines.append(f"build {ninja_escaped(target)}: link {' '.join(objects)}")
+    lines.append(f"build {ninja_path(target)}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
 
@@ -193,8 +197,8 @@ def extensions():
         return []
     if compiler() is None:
         print(
-            f"{'*' * 80}\ncontinuum_ops: WARNING: no C++ compiler ({CXX}) was found. The package is built WITHOUT"
-            "\nits compiled kernels; the operators will run as chunked PyTorch, many times slower."
+            f"{'*' * 80}\ncontinuum_ops: WARNING: no C++ compiler ({CXX}) was found. The package is built"
+            "\nWITHOUT its compiled kernels; the operators will run as chunked PyTorch, many times slower."
             f"\nInstall g++ (or set CXX) and install again.\n{'*' * 80}",
             file=sys.stderr,
         )
