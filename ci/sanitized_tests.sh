@@ -2,11 +2,13 @@
 # Builds the extension with AddressSanitizer and UndefinedBehaviorSanitizer (GCC) beside the normal one and runs the
 # operators' tests on it. Usage: ci/sanitized_tests.sh PYTHON [pytest arguments]
 set -euo pipefail
-cd "$(dirname "$0")/.."
-python=$1
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+python=$(command -v "$1")
+[[ $python == /* ]] || python=$PWD/$python
 shift
 cxx=${CXX:-c++}
-lib=$PWD/build/sanitized/lib
+lib=$root/build/sanitized/lib
 
 # A whole package tree apart from the checkout: the extension in continuum_ops/ stays the optimised one.
 rm -rf "$lib"
@@ -25,6 +27,8 @@ done
 export LD_PRELOAD=$preload PYTHONPATH=$lib OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
+# Python puts the working directory before PYTHONPATH: in the checkout the optimised extension would be tested.
+cd "$root/build/sanitized"
 "$python" - "$lib" <<'PYTHON'
 import sys
 import continuum_ops._C as extension
@@ -34,5 +38,6 @@ print("sanitized extension:", extension.__file__, "kernels:", extension.isa())
 PYTHON
 
 shopt -s nullglob
-tests=(tests/test_continuum_attention*.py tests/test_philox.py)
-exec "$python" -m pytest -n "${WORKERS:-2}" --dist worksteal -p no:cacheprovider -m "not slow and not gpu" "$@" "${tests[@]}"
+tests=("$root"/tests/test_continuum_attention*.py "$root"/tests/test_philox.py)
+exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "${WORKERS:-2}" --dist worksteal \
+  -p no:cacheprovider -m "not slow and not gpu" "$@" "${tests[@]}"
