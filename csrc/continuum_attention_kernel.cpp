@@ -5,7 +5,8 @@
 //   P^T = w 2^(S^T - m)   in the same registers; log2 w is the initial value of the accumulators, so weights cost nothing
 //   O^T += V^T P^T   R channels x C vectors of queries in registers
 // If |q| max|k| bounds every exponent of the block (Cauchy-Schwarz), no running maximum is needed (m = 0). Otherwise m is raised
-// lazily: only when a score exceeds it by 2^24, which float32 sums bear without loss.
+// lazily: only when a score exceeds it by 2^24, which float32 sums bear without loss. Few keys get the exact maximum: the
+// largest term is then exactly 1, and what cancels in the gradient of a nearly one-hot row cancels to the last bit.
 #include "continuum_attention.h"
 
 #include "philox.h"
@@ -31,6 +32,8 @@ constexpr int STRIP = 4;  // blocks of queries that meet a block of keys while i
 constexpr int RUN = 16;        // key blocks whose sums are added up before they join the total: keeps rounding errors small
 constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and products stay far from overflow
 constexpr double MIN_BIAS = -80;
+constexpr int64_t FEW_KEYS = 512;
+constexpr double TOLERANCE = 24;
 
 struct Arena {
   char* at;
@@ -134,7 +137,7 @@ CO_INLINE void transpose_rows(const S* x, const Operand& o, int64_t count, int64
 
 // Is |exponent| <= BOUND for all scores of these queries?
 template <class T, int QB> bool is_bounded(const T* query, int64_t count, int64_t d, const KeySet& keys) {
-  if (!(keys.min_bias >= MIN_BIAS)) return false;
+  if (keys.count <= FEW_KEYS || !(keys.min_bias >= MIN_BIAS)) return false;
   for (int64_t i = 0; i < count; i += lanes<T>) {
     Vec<T> s = Vec<T>{};
     for (int64_t c = 0; c < d; ++c) {
@@ -245,6 +248,7 @@ template <class T> struct ForwardState {
   T *out, *out_total;          // (dv, QB)
   T* p;                        // (KB, QB)
   int64_t dv;
+  T tolerance;                 // a score may exceed the shift by this much
 };
 
 // Raises the shift of C vectors of queries to at least `top` and rescales what was summed with the old one.
@@ -272,6 +276,7 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
   T* const sums = st.sum;  // locals: the compiler cannot know that stores of T leave st alone
   T* const shifts = st.shift;
   T* const probabilities = st.p;
+  const Vec<T> tolerance = broadcast(st.tolerance);
   for (int64_t q = 0; q < active; q += C * L) {
     for (int64_t j = 0; j < b.count; j += R) {
       Vec<T> acc[R][C];
@@ -293,9 +298,9 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
           CO_UNROLL
           for (int r = 1; r < R; ++r) top[c] = max(top[c], acc[r][c]);  // rows past the block repeat a row: harmless
         }
-        auto need = greater(top[0], load(shifts + q) + broadcast(T(24)));
+        auto need = greater(top[0], load(shifts + q) + tolerance);
         CO_UNROLL
-        for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(shifts + q + c * L) + broadcast(T(24))));
+        for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(shifts + q + c * L) + tolerance));
         if (__builtin_expect(any(need), 0)) {
           for (int c = 0; c < C; ++c) raise_shift<T, QB>(st, q + c * L, j, top[c]);
         }
@@ -358,7 +363,8 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     x.nq = smaller<int64_t>(QB, a.n - x.i0);
     x.active = active_lanes(x.nq, Sh::C * Sh::L);
     x.query = arena.take<T>(a.d * QB);
-    x.st = {arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(a.dv * QB), arena.take<T>(a.dv * QB), p, a.dv};
+    x.st = {arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(a.dv * QB), arena.take<T>(a.dv * QB), p, a.dv,
+            T(keys.count <= FEW_KEYS ? 0 : TOLERANCE)};
     transpose_rows<T, S, QB>(lead_base<S>(a.query, lead) + x.i0 * a.query.row_stride, a.query, x.nq, a.d,
                              T(a.scale * 1.4426950408889634074), x.query);
     x.bounded = is_bounded<T, QB>(x.query, x.nq, a.d, keys);
@@ -424,12 +430,12 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
 }
 
 // ---- backward ----------------------------------------------------------------------------------------------------------
-// With p = w 2^(s - m) / sum the probability, g the gradient of out and D_i = g_i . out_i - grad_lse_i:
-//   dS = p (g . v - D),  dV = p^T g,  dQ = scale dS K,  dK = scale dS^T Q,  d/dlog w = sum_i dS
-// The division by `sum` is folded into the rows of g and D, so that each exponential is used as it comes.
+// With p = w 2^(s - m) / sum the probability, g the gradient of out and D_i = g_i . out_i:
+//   dS = p (g . v - D + grad_lse),  dV = p^T g,  dQ = scale dS K,  dK = scale dS^T Q,  d/dlog w = sum_i dS
+// The division by `sum` is folded into the rows of g, D and grad_lse, so that each exponential is used as it comes.
 template <class T, bool BOUNDED, bool MASKED, bool DROPOUT>
 void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* grad, int64_t dv, const T* shift, const T* delta,
-                     int64_t active, const typename LaneInt<T>::type* mask, const T* factors, T* p_out, T* ds_out) {
+                     const T* grad_lse, int64_t active, const typename LaneInt<T>::type* mask, const T* factors, T* p_out, T* ds_out) {
   using Sh = Shape<T>;
   constexpr int R = Sh::R, C = Sh::C, L = Sh::L, QB = Sh::QB;
   for (int64_t q = 0; q < active; q += C * L) {
@@ -461,7 +467,7 @@ void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* g
       multiply_rows<T, R, C>(acc, rows, grad + q, QB, dv);
       CO_UNROLL
       for (int c = 0; c < C; ++c) {
-        const Vec<T> dl = load(delta + q + c * L);
+        const Vec<T> dl = load(delta + q + c * L), gl = load(grad_lse + q + c * L);
         CO_UNROLL
         for (int r = 0; r < R; ++r) {
           if (r >= live) break;
@@ -469,10 +475,10 @@ void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* g
           const Vec<T> p = load(p_out + at);
           if constexpr (DROPOUT) {
             const Vec<T> f = load(factors + at);
-            store(ds_out + at, p * (f * acc[r][c] - dl));
+            store(ds_out + at, p * ((f * acc[r][c] - dl) + gl));
             store(p_out + at, p * f);
           } else {
-            store(ds_out + at, p * (acc[r][c] - dl));
+            store(ds_out + at, p * ((acc[r][c] - dl) + gl));
           }
           if constexpr (MASKED) {  // 0 * inf: a dropped pair has no gradient whatever its value row holds
             const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + at);
@@ -541,7 +547,7 @@ template <class T> struct BackwardBlock {
   bool bounded;
   T *query, *grad;            // scale log2(e) q and g / sum, lanes are queries
   T *query_rows, *grad_rows;  // scale q and g / sum, lanes are channels
-  T *shift, *delta, *grad_query;
+  T *shift, *delta, *grad_lse, *grad_query;
 };
 
 template <class T, class S>
@@ -557,6 +563,7 @@ void load_backward_block(const AttentionProblem& a, const AttentionGradients& g,
   x.bounded = is_bounded<T, QB>(x.query, x.nq, a.d, a.keys[g.lead]);
   fill<T>(x.shift, QB, T(0));
   fill<T>(x.delta, QB, T(0));
+  fill<T>(x.grad_lse, QB, T(0));
   fill<T>(x.query_rows, QB * ldq, T(0));
   fill<T>(x.grad_rows, QB * ldg, T(0));
   fill<T>(x.grad_query, a.d * QB, T(0));
@@ -571,10 +578,11 @@ void load_backward_block(const AttentionProblem& a, const AttentionGradients& g,
     T dot = 0;
     for (int64_t c = 0; c < a.dv; ++c) {
       const T y = widen(grad[i * g.grad_out.row_stride + c * g.grad_out.column_stride]);
-      dot += y * widen(out[i * a.dv + c]);
+      dot = fma(y, T(widen(out[i * a.dv + c])), dot);  // as the tiles sum g . v
       x.grad_rows[i * ldg + c] = x.grad[c * QB + i] = y / sum;
     }
-    x.delta[i] = (dot - (grad_lse ? grad_lse[i] : T(0))) / sum;
+    x.delta[i] = dot / sum;
+    if (grad_lse) x.grad_lse[i] = grad_lse[i] / sum;
   }
 }
 
@@ -611,6 +619,7 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
     x.grad_rows = arena.take<T>(QB * ldg);
     x.shift = arena.take<T>(QB);
     x.delta = arena.take<T>(QB);
+    x.grad_lse = arena.take<T>(QB);
     x.grad_query = arena.take<T>(a.d * QB);
   }
 
@@ -635,7 +644,7 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
         const Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
         if (kept == Kept::none) continue;
         if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer);
-        auto scores = [&](auto run) { run(b, x.query, a.d, x.grad, a.dv, x.shift, x.delta, x.active, mask, factors, p, ds); };
+        auto scores = [&](auto run) { run(b, x.query, a.d, x.grad, a.dv, x.shift, x.delta, x.grad_lse, x.active, mask, factors, p, ds); };
         if (dropout) {  // one general form serves it: the random numbers cost more than the rest
           dropout_factors<T, QB>(a, lead, x.i0, x.nq, first, count, factors);
           if (kept == Kept::all) fill<typename LaneInt<T>::type>(mask, KB * QB, -1);
@@ -678,7 +687,7 @@ template <class F> CO_INLINE auto by_dtype(DType t, F f) {
 template <class T> size_t scratch_for(const AttentionProblem& a, bool backward) {
   constexpr int64_t QB = Shape<T>::QB, L = lanes<T>;
   int64_t count = 2 * KB * QB + KB * (a.d + a.dv);  // factors, mask, key and value buffers
-  count += backward ? 2 * (KB + PAD) * QB + STRIP * QB * (2 * a.d + a.dv + padded(a.d, L) + padded(a.dv, L) + 2)
+  count += backward ? 2 * (KB + PAD) * QB + STRIP * QB * (2 * a.d + a.dv + padded(a.d, L) + padded(a.dv, L) + 3)
                     : KB * QB + STRIP * QB * (a.d + 2 * a.dv + 3);
   return size_t(count) * sizeof(T) + (8 + 8 * STRIP) * 64;  // each piece starts on a cache line
 }
