@@ -2,6 +2,55 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import warnings
+from types import ModuleType
+
+import torch
+
+_BUILD = "pip install --no-build-isolation -e . (needs a C++ compiler) builds it"
+
+
+@functools.cache
+def extension() -> tuple[ModuleType | None, str]:
+    """The compiled extension, which registers its kernels when imported, or None and the reason."""
+    if os.environ.get("CONTINUUM_OPS_NO_EXT") == "1":
+        return None, "CONTINUUM_OPS_NO_EXT=1"
+    try:
+        return importlib.import_module("continuum_ops._C"), ""
+    except ModuleNotFoundError as error:
+        if error.name != "continuum_ops._C":
+            return None, f"the compiled extension does not load: {error}"
+        return None, "the compiled extension is not built"
+    except ImportError as error:
+        return None, f"the compiled extension does not load: {error}"
+
+
+@functools.cache
+def warn_without_extension() -> None:
+    """Say once per process that the CPU operators run without their kernels."""
+    _, reason = extension()
+    hint = "unset it to use the compiled kernels" if reason.startswith("CONTINUUM") else _BUILD
+    warnings.warn(
+        f"continuum_ops: the CPU operators run as chunked PyTorch ({reason}; {hint})",
+        UserWarning,
+        stacklevel=2,
+    )
+
 
 def backends() -> dict[str, str]:
-    return {}
+    """What serves each device type, and if it is not a compiled kernel, why.
+
+    Returns ``{"cpu": ..., "cuda": ...}``, e.g. ``{"cpu": "C++ (avx512)", "cuda": "not available: ..."}``.
+    """
+    module, reason = extension()
+    cpu = f"chunked PyTorch: {reason}" if module is None else f"C++ ({module.isa()})"
+    if torch.version.cuda is None:
+        cuda = "not available: this build of PyTorch has no CUDA"
+    elif not torch.cuda.is_available():
+        cuda = "not available: no CUDA device"
+    else:
+        cuda = "chunked PyTorch: there is no CUDA kernel in this version"
+    return {"cpu": cpu, "cuda": cuda}

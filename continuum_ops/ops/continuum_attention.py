@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from .. import reference
+from . import _continuum_attention_autograd  # noqa: F401  (registers the operators)
+from . import _continuum_attention_checks as checks
+from ._continuum_attention_chunked import accumulation_dtype
+
+_ops = torch.ops.continuum_ops
 
 
 def continuum_attention(
@@ -20,10 +28,163 @@ def continuum_attention(
     return_lse: bool = False,
     query_pos: Tensor | None = None,
     key_pos: Tensor | None = None,
-    rate: Tensor | None = None,
-    period: object = None,
-    radius: object = None,
+    rate: Tensor | float | None = None,
+    period: Sequence[float] | None = None,
+    radius: Tensor | float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    return reference.continuum_attention(
-        query, key, value, weights, attn_mask=attn_mask, is_causal=is_causal, scale=scale, return_lse=return_lse
+    r"""Softmax attention as an integral over the domain, with quadrature weights for the keys.
+
+    .. math::
+        out_i = \frac{\sum_k w_k e^{s_{ik}} v_k}{\sum_k w_k e^{s_{ik}}}, \qquad
+        s_{ik} = scale \; q_i \cdot k_k
+
+    With weights :math:`w_k` that integrate over the domain, the sums converge to the integrals of Calvello,
+    Kovachki, Levine, Stuart, "Continuum Attention for Neural Operators", definition 5 (self-attention) and
+    definition 11 (cross-attention), whatever the mesh; with trapezoid weights they are its equations (58),
+    (59). With equal weights this is ``torch.nn.functional.scaled_dot_product_attention``. The N x M scores
+    are never held at once: memory is O(N + M) in a kernel, O(N * chunk) in PyTorch.
+
+    Args:
+        query: (..., H, N, D), float64, float32, bfloat16 or float16.
+        key: (..., H, M, D), query's dtype.
+        value: (..., H, M, Dv), query's dtype. Leading dimensions are any number, equal or broadcastable;
+            strided and expanded tensors are read in place.
+        weights: quadrature weights >= 0, broadcastable to (..., H, M), any floating dtype, used as float32
+            (float64 for float64 queries). A weight of 0 removes its key. A constant factor leaves the
+            output as it is. None: ones.
+        attn_mask: broadcastable to (..., H, N, M): bool (True = attend) or floating, which is added to the
+            scores (-inf removes a key) and receives a gradient.
+        dropout_p: probability in [0, 1] with which a normalised attention weight is set to 0, the others
+            being multiplied by 1 / (1 - dropout_p). Applied whenever it is not 0, like the function of
+            torch; the lse does not see it. The mask follows from the generator of query's device
+            (``torch.manual_seed``).
+        is_causal: query i attends to the keys k <= i. Not together with attn_mask.
+        scale: factor of q . k. None: 1 / sqrt(D).
+        return_lse: return (out, lse).
+        query_pos: (N, d), or (..., N, d) with leading dimensions that broadcast to those of query before H.
+        key_pos: (M, d) or (..., M, d). Positions of any floating dtype, used in float32 or wider.
+        rate: (H,) or a number, >= 0: adds -rate_h |x_i - y_k|^2 to the scores, for query_pos x and key_pos y.
+        period: d numbers, the lengths of a periodic domain (inf: not periodic along that axis); distances
+            are those of the nearest images.
+        radius: a number, (N,) or (..., N), >= 0: keys farther than radius from query i do not count. A key
+            counts if d^2 <= r^2 (1 + 8 eps).
+
+    Returns:
+        out (..., H, N, Dv) in query's dtype; with ``return_lse`` also lse (..., H, N), the logarithm of
+        :math:`\sum_k w_k e^{s_{ik}}`, float32 (float64 for float64 queries).
+
+    A query with nothing to attend to (M = 0, all weights 0, everything masked, no key within radius) gives
+    0, lse -inf and zero gradients. A key of weight 0 has no effect even if its row is NaN; its key, value
+    and weight gradients are 0. NaN in a live row comes out. Computation is in float32 or wider and rounds
+    to a 16-bit dtype once.
+
+    Gradients exist for query, key, value, weights, a floating attn_mask, query_pos, key_pos and rate,
+    through out and lse, and so do second derivatives; third derivatives raise. Under autocast, query, key
+    and value take the autocast dtype (unless they are float64) and nothing else does.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device or value; on the CPU also a negative or NaN weight, rate or radius
+            (elsewhere, where a look at the values would wait for the device, the affected rows become NaN).
+
+    Example:
+        >>> x = co.quadrature.gauss_legendre(64, 0.0, 1.0)
+        >>> q, k, v = torch.randn(3, 2, 4, 64, 16)  # batch 2, heads 4
+        >>> co.continuum_attention(q, k, v, x[1]).shape
+        torch.Size([2, 4, 64, 16])
+    """
+    checks.check_tensor("query", query)
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (_autocast(t, query.device.type) for t in (query, key, value))
+    leads = checks.check_qkv(query, key, value)
+    checks.check_numbers(dropout_p, scale)
+    rows, keys = query.shape[-2], key.shape[-2]
+    if weights is not None:
+        checks.check_weights(weights, query, (*leads, keys))
+        weights = weights.to(accumulation_dtype(query.dtype)).expand(*leads, keys)
+    if attn_mask is not None:
+        checks.check_mask(attn_mask, query, (*leads, rows, keys), is_causal)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] > 0 else 1.0
+    seed = _draw_seed(query) if dropout_p > 0.0 else None
+    query, key, value = (_expand(t, leads) for t in (query, key, value))
+    options = (float(scale), float(dropout_p), bool(is_causal))
+
+    positions = query_pos is not None or key_pos is not None
+    terms = rate is not None or period is not None or radius is not None
+    if not (positions or terms) and _kernel_serves(attn_mask):
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*leads, rows, keys)
+        out, lse, _ = _ops.continuum_attention_forward(query, key, value, weights, attn_mask, seed, *options)
+        return (out, lse) if return_lse else out
+
+    if attn_mask is not None:
+        attn_mask = _with_leads(attn_mask, leads, 2)
+    if positions or terms:
+        query_pos, key_pos, rate, radius = _distance_terms(
+            query, keys, leads, query_pos, key_pos, rate, period, radius
+        )
+    out, lse = _ops.continuum_attention_chunked(
+        query, key, value, weights, attn_mask, query_pos, key_pos, rate, seed, radius, period, *options
     )
+    return (out, lse) if return_lse else out
+
+
+def _kernel_serves(attn_mask: Tensor | None) -> bool:
+    return attn_mask is None or attn_mask.dtype == torch.bool
+
+
+def _autocast(tensor: Tensor, device_type: str) -> Tensor:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def _draw_seed(query: Tensor) -> Tensor:
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+
+
+def _expand(tensor: Tensor, leads: torch.Size) -> Tensor:
+    return tensor if tensor.shape[:-2] == leads else tensor.expand(*leads, *tensor.shape[-2:])
+
+
+def _with_leads(tensor: Tensor, leads: Sequence[int], trailing: int) -> Tensor:
+    """View with all leading dimensions, new ones of size 1, so that gradients have the small shape."""
+    missing = len(leads) + trailing - tensor.dim()
+    return tensor[(None,) * missing] if missing > 0 else tensor
+
+
+def _distance_terms(
+    query: Tensor,
+    keys: int,
+    leads: torch.Size,
+    query_pos: Tensor | None,
+    key_pos: Tensor | None,
+    rate: Tensor | float | None,
+    period: Sequence[float] | None,
+    radius: Tensor | float | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Positions, rate and radius, checked and with an axis for each leading dimension of query."""
+    checks.check_positions(query_pos, key_pos, query, leads, keys)
+    assert query_pos is not None and key_pos is not None
+    if rate is None and radius is None:
+        raise ValueError(f"{checks.OP}: rate or radius must be given with query_pos and key_pos, got neither")
+    if period is not None:
+        checks.check_period(period, query_pos.shape[-1])
+    if rate is not None:
+        if isinstance(rate, (int, float)):
+            rate = torch.full((), rate, dtype=accumulation_dtype(query.dtype), device=query.device)
+        checks.check_rate(rate, query, leads)
+        rate = _with_leads(rate, leads, 0)
+    if radius is not None:
+        checks.check_radius(radius, query, leads)
+        if not isinstance(radius, Tensor):
+            radius = torch.full((1,), radius, dtype=torch.float64, device=query.device)
+        radius = _with_leads(_before_heads(radius.detach(), leads, 1), leads, 1)
+    positions = [_with_leads(_before_heads(p, leads, 2), leads, 2) for p in (query_pos, key_pos)]
+    return positions[0], positions[1], rate, radius
+
+
+def _before_heads(tensor: Tensor, leads: torch.Size, trailing: int) -> Tensor:
+    """Insert an axis for the heads after the batch dimensions."""
+    return tensor.unsqueeze(-1 - trailing) if len(leads) > 0 else tensor

@@ -1,0 +1,253 @@
+"""Implementations, shapes and derivatives of the registered continuum attention operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import warn_without_extension
+from . import _continuum_attention_chunked as chunked
+from ._continuum_attention_chunked import Inputs, accumulation_dtype
+from ._library import LIBRARY
+
+# --- the operators that have kernels; PyTorch where the device has none
+# ------------------------------------------
+
+
+def _kernel_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    is_causal: bool,
+) -> Inputs:
+    terms = (None, None, None, seed, None, None)
+    return Inputs(query, key, value, weights, attn_mask, *terms, scale, dropout_p, is_causal)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if args[0].device.type == "cpu":
+        warn_without_extension()
+    return chunked.forward(_kernel_inputs(*args))
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
+    scale: float,
+    dropout_p: float,
+    is_causal: bool,
+) -> tuple[Tensor, ...]:
+    x = _kernel_inputs(query, key, value, weights, attn_mask, seed, scale, dropout_p, is_causal)
+    grads = chunked.backward(x, grad_out, grad_lse, [False] * chunked.DIFFERENTIABLE)
+    return tuple(_or_empty(g, query) for g in grads[:4])
+
+
+def _or_empty(grad: Tensor | None, query: Tensor) -> Tensor:
+    """An operator returns tensors only: (0,) stands for the gradient of an absent input."""
+    return query.new_empty(0, dtype=accumulation_dtype(query.dtype)) if grad is None else grad
+
+
+LIBRARY.impl("continuum_attention_forward", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("continuum_attention_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("continuum_ops::continuum_attention_forward", lib=LIBRARY)
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dtype = query.shape[:-1], accumulation_dtype(query.dtype)
+    return (
+        query.new_empty((*rows, value.shape[-1])),
+        query.new_empty(rows, dtype=dtype),
+        query.new_empty((*rows, 2), dtype=dtype),
+    )
+
+
+@torch.library.register_fake("continuum_ops::continuum_attention_backward", lib=LIBRARY)
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(_or_empty(_like(t), query) for t in (query, key, value, weights))
+
+
+def _like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.new_empty(tensor.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, _, stats = output
+    ctx.save_for_backward(*inputs[:6], out, stats)
+    ctx.options = inputs[6:]
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+
+
+def _derivative(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
+    query, key, value, weights, attn_mask, seed, out, stats = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * 9
+    if grad_out is None:
+        grad_out = out.new_zeros(()).expand(out.shape)
+    grads = torch.ops.continuum_ops.continuum_attention_backward(
+        grad_out, grad_lse, query, key, value, weights, attn_mask, seed, out, stats, *ctx.options
+    )
+    wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
+    return (*wanted, *(None,) * 5)
+
+
+torch.library.register_autograd(
+    "continuum_ops::continuum_attention_forward", _derivative, setup_context=_setup, lib=LIBRARY
+)
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:8])  # not out and stats: the second derivative recomputes them
+    ctx.options = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _second_derivative(ctx: Any, *grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_out, grad_lse, *tensors = ctx.saved_tensors
+    x = _kernel_inputs(*tensors, *ctx.options)
+    grads = _double_backward(x, grad_out, grad_lse, list(grad_grads) + [None] * 4)
+    return (*grads[:6], *(None,) * 7)
+
+
+torch.library.register_autograd(
+    "continuum_ops::continuum_attention_backward",
+    _second_derivative,
+    setup_context=_setup_backward,
+    lib=LIBRARY,
+)
+
+# --- the operator in PyTorch: float masks and distance terms
+# ----------------------------------------------------
+
+
+def _chunked(*args: Any) -> tuple[Tensor, Tensor]:
+    out, lse, _ = chunked.forward(Inputs(*args))
+    return out, lse
+
+
+def _chunked_backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, needs = args
+    x = Inputs(*inputs)
+    return tuple(_or_empty(g, x.query) for g in chunked.backward(x, grad_out, grad_lse, needs))
+
+
+LIBRARY.impl("continuum_attention_chunked", _chunked, "CompositeExplicitAutograd")
+LIBRARY.impl("continuum_attention_chunked_backward", _chunked_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("continuum_ops::continuum_attention_chunked", lib=LIBRARY)
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    rows = query.shape[:-1]
+    return (
+        query.new_empty((*rows, value.shape[-1])),
+        query.new_empty(rows, dtype=accumulation_dtype(query.dtype)),
+    )
+
+
+@torch.library.register_fake("continuum_ops::continuum_attention_chunked_backward", lib=LIBRARY)
+def _(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    x = Inputs(*args[:-1])
+    mask = None if x.attn_mask is None or x.attn_mask.dtype == torch.bool else x.attn_mask
+    tensors = x._replace(attn_mask=mask).tensors()
+    return tuple(_or_empty(_like(t), x.query) for t in tensors)
+
+
+def _setup_chunked(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:10])
+    ctx.options = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _derivative_chunked(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    x = Inputs(*ctx.saved_tensors, *ctx.options)
+    if grad_out is None and grad_lse is None:
+        return (None,) * len(x)
+    if grad_out is None:
+        grad_out = x.query.new_zeros(()).expand(*x.query.shape[:-1], x.value.shape[-1])
+    needs = list(ctx.needs_input_grad[: chunked.DIFFERENTIABLE])
+    grads = torch.ops.continuum_ops.continuum_attention_chunked_backward(grad_out, grad_lse, *x, needs)
+    wanted = [g if need else None for g, need in zip(grads, needs, strict=True)]
+    return (*wanted, *(None,) * (len(x) - chunked.DIFFERENTIABLE))
+
+
+torch.library.register_autograd(
+    "continuum_ops::continuum_attention_chunked",
+    _derivative_chunked,
+    setup_context=_setup_chunked,
+    lib=LIBRARY,
+)
+
+
+def _setup_chunked_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:12])
+    ctx.options = inputs[12:-1]
+    ctx.set_materialize_grads(False)
+
+
+def _second_derivative_chunked(ctx: Any, *grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_out, grad_lse, *tensors = ctx.saved_tensors
+    x = Inputs(*tensors, *ctx.options)
+    grads = _double_backward(x, grad_out, grad_lse, list(grad_grads))
+    return (*grads, *(None,) * (len(x) - chunked.DIFFERENTIABLE + 1))
+
+
+torch.library.register_autograd(
+    "continuum_ops::continuum_attention_chunked_backward",
+    _second_derivative_chunked,
+    setup_context=_setup_chunked_backward,
+    lib=LIBRARY,
+)
+
+# --- second derivatives, which end here
+# -------------------------------------------------------------------------
+
+
+class _DoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, options: tuple[Any, ...], grad_out: Tensor, grad_lse: Tensor | None, *tensors: Any
+    ) -> tuple[Tensor | None, ...]:
+        inputs, grad_grads = tensors[: -chunked.DIFFERENTIABLE], tensors[-chunked.DIFFERENTIABLE :]
+        first, second, rest = chunked.double_backward(
+            Inputs(*inputs, *options), grad_out, grad_lse, list(grad_grads)
+        )
+        return (first, second, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        raise RuntimeError(
+            "continuum_attention has first and second derivatives; third derivatives are not implemented"
+        )
+
+
+def _double_backward(
+    x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, grad_grads: list[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    return _DoubleBackward.apply(tuple(x[10:]), grad_out, grad_lse, *x[:10], *grad_grads)

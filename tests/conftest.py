@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from helpers import Path, attention_module, chunked_module
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
+settings.register_profile("dev", deadline=None, max_examples=60)
+settings.load_profile("dev" if os.environ.get("CONTINUUM_OPS_RANDOMIZE") == "1" else "ci")
+
+
+@pytest.fixture(params=["kernel", "chunked"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test that takes it runs through the kernel operator and through the chunked one, in several blocks."""
+    if request.param == "chunked":
+        monkeypatch.setattr(attention_module, "_kernel_serves", lambda attn_mask: False)
+        monkeypatch.setattr(chunked_module, "CHUNK_SCORES", 2**14)
+    return Path(request.param)
