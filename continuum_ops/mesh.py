@@ -1,8 +1,9 @@
 """Meshes: the points where functions are sampled, with their quadrature weights.
 
-Whatever takes a mesh reads ``points`` and ``weights`` of a :class:`Mesh`; :class:`Grid` and :class:`PointCloud` are
-the two kinds, and :func:`as_mesh` makes a mesh of a plain tensor. Coordinates and weights are float64 unless the input
-is of another float dtype; weights are computed in float64, then rounded, and never kept in less than float32.
+Whatever takes a mesh reads ``points`` and ``weights`` of a :class:`Mesh`; :class:`Grid` and
+:class:`PointCloud` are the two kinds, and :func:`as_mesh` makes a mesh of a plain tensor. Coordinates and
+weights are float64 unless the input is of another float dtype; weights are computed in float64, then
+rounded, and never kept in less than float32.
 """
 
 from __future__ import annotations
@@ -69,32 +70,29 @@ class Mesh(ABC):
 class Grid(Mesh):
     """Tensor-product grid; its weights are the products of one rule per axis.
 
-    ========== ============================ ======================================================================
-    kind       an axis holds                weights
-    ========== ============================ ======================================================================
-    "endpoint" nodes, both ends included    trapezoid
-    "periodic" nodes of one period, the     rectangle: half of the gap on both sides, wrapping around
-               repeated end left out
-    "cell"     cell centres                 midpoint: the cell widths; edges lie halfway between the centres, and
-                                            the end cells are symmetric about theirs (for other cells, pass
-                                            ``weights=quadrature.midpoint(edges)``)
-    ========== ============================ ======================================================================
+    The kind says what the coordinates of an axis are:
+
+    * "endpoint": nodes, both ends of the interval included; trapezoid weights.
+    * "periodic": nodes of one period without the repeated end; rectangle rule, half of the gap on both sides.
+    * "cell": cell centres; midpoint rule, the cell widths. Edges lie halfway between the centres and the end
+      cells are symmetric about theirs; for other cells pass ``weights=quadrature.midpoint(edges)``.
 
     Args:
-        axes: one (n_i,) tensor of strictly increasing coordinates per axis. At least 2, or 1 on a periodic axis with
-            a period; fewer need ``weights``.
+        axes: one (n_i,) tensor of strictly increasing coordinates per axis. At least 2, or 1 on a periodic
+            axis with a period; fewer need ``weights``.
         kind: one name for all axes or one per axis.
-        weights: None for the rules above; a function of an axis, such as ``quadrature.simpson``, for all axes; or a
-            sequence with one entry per axis, each a (n_i,) tensor of weights >= 0, such a function, or None. A 1-D
-            grid also takes the tensor itself.
-        period: length of the periodic axes; one number for all of them, or one entry per axis (None or inf on the
-            others). None on an evenly spaced axis means n times the spacing; an uneven one must be told.
+        weights: None for the rules above; a function of an axis, such as ``quadrature.simpson``, for all
+            axes; or a sequence with one entry per axis, each a (n_i,) tensor of weights >= 0, such a
+            function, or None. A 1-D grid also takes the tensor itself.
+        period: length of the periodic axes; one number for all of them, or one entry per axis (None or inf
+            on the others). None on an evenly spaced axis means n times the spacing; an uneven one must be
+            told.
 
     Raises:
         TypeError: an axis that does not hold real numbers.
-        ValueError: no axes, an axis that is not 1-D, finite and strictly increasing, axes on several devices, an
-            unknown kind, weights of another length or negative, a period that is missing, too short, or given to an
-            axis that is not periodic.
+        ValueError: no axes, an axis that is not 1-D, finite and strictly increasing, axes on several
+            devices, an unknown kind, weights of another length or negative, a period that is missing, too
+            short, or given to an axis that is not periodic.
     """
 
     def __init__(
@@ -196,7 +194,7 @@ class Grid(Mesh):
 
     @cached_property
     def points(self) -> Tensor:
-        """(N, d) coordinates in C order: the last axis runs fastest, ``points.view(*shape, d)`` is the grid."""
+        """(N, d) coordinates in C order, the last axis fastest: ``points.view(*shape, d)``."""
         return torch.stack(torch.meshgrid(*self._axes, indexing="ij"), dim=-1).flatten(0, -2)
 
     @cached_property
@@ -243,18 +241,20 @@ class Grid(Mesh):
 class PointCloud(Mesh):
     """Scattered points with weights.
 
-    Values (finite points, weights >= 0) are checked on the CPU only, so that making one on an accelerator does not
-    wait for it.
+    Values (finite points, weights >= 0) are checked on the CPU only, so that making one on an accelerator
+    does not wait for it.
 
     Args:
-        points: (N, d) coordinates; (N,) counts as (N, 1); (B, N, d) gives each sample of a batch its own mesh.
-        weights: (N,) or, with (B, N, d) points, also (B, N); >= 0. None for the Monte-Carlo rule on a domain of
-            volume 1, that is 1 / N each: right for points drawn uniformly, wrong for any other density.
+        points: (N, d) coordinates; (N,) counts as (N, 1); (B, N, d) gives each sample of a batch its own
+            mesh.
+        weights: (N,) or, with (B, N, d) points, also (B, N); >= 0. None for the Monte-Carlo rule on a
+            domain of volume 1, that is 1 / N each: right for points drawn uniformly, wrong for any other
+            density.
 
     Raises:
         TypeError: points or weights that are not real numbers.
-        ValueError: wrong shape or device, no points and no weights, points that are not finite, weights that are
-            negative or not finite.
+        ValueError: wrong shape or device, no points and no weights, points that are not finite, weights
+            that are negative or not finite.
     """
 
     def __init__(self, points: ArrayLike, weights: ArrayLike | None = None) -> None:
@@ -273,9 +273,9 @@ class PointCloud(Mesh):
             _require_same_device([x, w], "points and weights")
             allowed = [tuple(x.shape[-2:-1]), tuple(x.shape[:-1])]
             if tuple(w.shape) not in allowed:
+                shapes = " or ".join(map(str, dict.fromkeys(allowed)))
                 raise ValueError(
-                    f"weights must have shape {' or '.join(map(str, dict.fromkeys(allowed)))} for points of shape "
-                    f"{tuple(x.shape)}, got {tuple(w.shape)}"
+                    f"weights must have shape {shapes} for points {tuple(x.shape)}, got {tuple(w.shape)}"
                 )
             if w.device.type == "cpu":
                 _require_nonnegative(w, "weights")
@@ -283,13 +283,13 @@ class PointCloud(Mesh):
 
     @classmethod
     def voronoi(cls, points: ArrayLike, bounds: ArrayLike | None = None) -> PointCloud:
-        """Points (N, d), d = 1, 2 or 3, weighted by their Voronoi cells in a box: see ``quadrature.voronoi``."""
+        """Points (N, d) weighted by their Voronoi cells in a box, d = 1, 2 or 3: ``quadrature.voronoi``."""
         x = _floating(points, "points")
         return cls(x, quadrature.voronoi(x, bounds))
 
     @classmethod
     def from_simplices(cls, points: ArrayLike, cells: ArrayLike) -> PointCloud:
-        """Vertices (N, d) of a mesh of cells (n_cells, d + 1), d = 1, 2 or 3: see ``quadrature.simplices``."""
+        """Vertices (N, d) of cells (n_cells, d + 1), d = 1, 2 or 3: ``quadrature.simplices``."""
         x = _floating(points, "points")
         return cls(x, quadrature.simplices(x, cells))
 

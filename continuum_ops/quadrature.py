@@ -1,11 +1,12 @@
 """Quadrature rules: weights w_k such that sum_k w_k f(x_k) approximates the integral of f.
 
-Every rule works in float64 and returns float64 unless ``dtype`` says otherwise, on the device of its nodes unless
-``device`` says otherwise. Nodes are tensors, numpy arrays or sequences of numbers; the rules on given nodes (all but
-``voronoi``) are differentiable with respect to them. Weights carry the unit of the nodes (length, area, volume).
+Every rule works in float64 and returns float64 unless ``dtype`` says otherwise, on the device of its nodes
+unless ``device`` says otherwise. Nodes are tensors, numpy arrays or sequences of numbers; the rules on
+given nodes (all but ``voronoi``) are differentiable with respect to them. Weights carry the unit of the
+nodes (length, area, volume).
 
-Background: P. J. Davis and P. Rabinowitz, Methods of Numerical Integration (1984). The trapezoid rule is the one of
-Continuum Attention (CA), equations 58-59.
+Background: P. J. Davis and P. Rabinowitz, Methods of Numerical Integration (1984). The trapezoid rule is
+the one of Continuum Attention (CA), equations 58-59.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from itertools import chain
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ._voronoi import cell_volumes
 
 __all__ = [
     "clenshaw_curtis",
@@ -34,8 +35,6 @@ __all__ = [
     "voronoi",
 ]
 
-# Voronoi cells: points closer than this part of the longest side of the box coincide, for Qhull tells them apart no more.
-_MERGE = 1e-9
 ArrayLike = Tensor | NDArray[Any] | Sequence[Any]
 Device = torch.device | str | None
 
@@ -43,8 +42,8 @@ Device = torch.device | str | None
 def trapezoid(x: ArrayLike, *, dtype: torch.dtype = torch.float64, device: Device = None) -> Tensor:
     """Composite trapezoid rule on nodes of any spacing.
 
-    w_0 = (x_1 - x_0) / 2, w_k = (x_{k+1} - x_{k-1}) / 2, w_{n-1} = (x_{n-1} - x_{n-2}) / 2. Exact for polynomials of
-    degree 1, second order for smooth integrands (CA equations 58-59).
+    w_0 = (x_1 - x_0) / 2, w_k = (x_{k+1} - x_{k-1}) / 2, w_{n-1} = (x_{n-1} - x_{n-2}) / 2. Exact for
+    polynomials of degree 1, second order for smooth integrands (CA equations 58-59).
 
     Args:
         x: (n,) nodes, n >= 2, strictly increasing. One node spans no interval, so it is an error.
@@ -66,10 +65,10 @@ def simpson(x: ArrayLike, *, dtype: torch.dtype = torch.float64, device: Device 
     """Composite Simpson rule on nodes of any spacing.
 
     Each pair of intervals (a, b) integrates the quadratic through its three nodes: weights
-    (a+b)(2 - b/a)/6, (a+b)^3/(6ab), (a+b)(2 - a/b)/6. With an even number of nodes the last interval, which has no
-    partner, integrates the quadratic through the last three nodes. Exact for polynomials of degree 2 (degree 3 on
-    evenly spaced pairs), fourth order for smooth integrands on even spacing. Weights are positive on even spacing; an
-    interval more than twice as long as its partner makes one negative.
+    (a+b)(2 - b/a)/6, (a+b)^3/(6ab), (a+b)(2 - a/b)/6. With an even number of nodes the last interval, which
+    has no partner, integrates the quadratic through the last three nodes. Exact for polynomials of degree 2
+    (degree 3 on evenly spaced pairs), fourth order for smooth integrands on even spacing. Weights are
+    positive on even spacing; an interval more than twice as long as its partner makes one negative.
 
     Args:
         x: (n,) nodes, n >= 3, odd or even, strictly increasing.
@@ -100,7 +99,8 @@ def simpson(x: ArrayLike, *, dtype: torch.dtype = torch.float64, device: Device 
 def midpoint(edges: ArrayLike, *, dtype: torch.dtype = torch.float64, device: Device = None) -> Tensor:
     """Midpoint rule: the widths of cells, for values at cell centres.
 
-    w_k = e_{k+1} - e_k, to be used with x_k = (e_k + e_{k+1}) / 2. Exact for polynomials of degree 1, second order.
+    w_k = e_{k+1} - e_k, to be used with x_k = (e_k + e_{k+1}) / 2. Exact for polynomials of degree 1,
+    second order.
 
     Args:
         edges: (n + 1,) cell edges, n >= 1, strictly increasing.
@@ -121,12 +121,12 @@ def periodic(
 ) -> Tensor:
     """Rectangle rule on a circle: half of the gap on both sides of each node, the last gap wrapping around.
 
-    w_k = (x_{k+1} - x_{k-1}) / 2 with x_n = x_0 + length. Second order on uneven nodes; on even nodes exact for
-    trigonometric polynomials up to degree n - 1, so spectrally accurate for smooth periodic integrands.
+    w_k = (x_{k+1} - x_{k-1}) / 2 with x_n = x_0 + length. Second order on uneven nodes; on even nodes exact
+    for trigonometric polynomials up to degree n - 1, so spectrally accurate for smooth periodic integrands.
 
     Args:
-        x: (n,) nodes, n >= 1, strictly increasing, within one period: x_{n-1} - x_0 < length. The repeated end point
-            x_0 + length is left out.
+        x: (n,) nodes, n >= 1, strictly increasing, within one period: x_{n-1} - x_0 < length. The repeated
+            end point x_0 + length is left out.
         length: the period, > 0.
         dtype: dtype of the weights.
         device: device of the weights; None for that of x.
@@ -212,8 +212,8 @@ def clenshaw_curtis(
     """Clenshaw-Curtis rule on [a, b]: nodes -cos(pi j / (n - 1)), exact for polynomials of degree n - 1.
 
     The weights integrate the Chebyshev interpolant: they are the cosine transform of the moments of cos(k t),
-    2 / (1 - k^2) for even k and 0 for odd k; O(n log n). n = 2 is the trapezoid rule; n = 1 is the midpoint rule, as
-    the constant interpolant has its node in the middle.
+    2 / (1 - k^2) for even k and 0 for odd k; O(n log n). n = 2 is the trapezoid rule; n = 1 is the midpoint
+    rule, as the constant interpolant has its node in the middle.
 
     Args:
         n: number of nodes, >= 1.
@@ -246,13 +246,13 @@ def simplices(
 ) -> Tensor:
     """Vertex weights of a simplicial mesh (intervals, triangles, tetrahedra).
 
-    Each cell gives volume / (d + 1) to each of its vertices: the integral of the piecewise linear interpolant, so
-    exact for functions that are linear in every cell, second order for smooth integrands.
+    Each cell gives volume / (d + 1) to each of its vertices: the integral of the piecewise linear
+    interpolant, so exact for functions that are linear in every cell, second order for smooth integrands.
 
     Args:
         points: (n, d) vertices, d = 1, 2 or 3; (n,) counts as d = 1.
-        cells: (n_cells, d + 1) integers, the vertices of each cell, in either orientation. Cells without volume
-            add nothing; a vertex in no cell has weight 0.
+        cells: (n_cells, d + 1) integers, the vertices of each cell, in either orientation. Cells without
+            volume add nothing; a vertex in no cell has weight 0.
         dtype: dtype of the weights.
         device: device of the weights; None for that of points.
 
@@ -266,8 +266,8 @@ def simplices(
     given = _points(points)
     vertices = given.cpu()  # index_add on a GPU adds in no fixed order; a mesh must be the same every time
     n, d = vertices.shape
-    index = torch.as_tensor(cells).cpu()
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+    index = _tensor(cells, "cells").cpu()
+    if index.is_floating_point():
         raise TypeError(f"cells must be integers, got {index.dtype}")
     if index.ndim != 2 or index.shape[1] != d + 1:
         raise ValueError(
@@ -293,17 +293,19 @@ def voronoi(
 ) -> Tensor:
     """Volumes of the Voronoi cells of scattered points, clipped to a box.
 
-    w_k = volume of {x in the box : |x - x_k| <= |x - x_j| for all j}: every place of the box counts for its nearest
-    point. Points that coincide share their cell equally. On a tensor-product grid with its end points in the box these
-    are the trapezoid weights. First order in general, as the points are not the centroids of their cells.
+    w_k = volume of {x in the box : |x - x_k| <= |x - x_j| for all j}: every place of the box counts for its
+    nearest point. Points that coincide (to 1e-9 of the longest side where d > 1) share their cell equally.
+    On a tensor-product grid with its end points in the box these are the trapezoid weights. First order in
+    general, as the points are not the centroids of their cells.
 
-    d = 1 needs only numpy; d = 2 and 3 use scipy.spatial.Voronoi. The cells at the sides of the box are bounded by the
-    mirror images of their points, and volumes are sums of pyramids over the facets, without a loop over points. About
-    4 s for 10^5 points in 2-D and 6 s for 2 * 10^4 points in 3-D on one core. Not differentiable.
+    d = 1 needs only numpy; d = 2 and 3 use scipy.spatial.Voronoi. The cells at the sides of the box are
+    bounded by the mirror images of their points, and volumes are sums of pyramids over the facets, without
+    a loop over points. Nearly all time is Qhull's: about 8 s for 10^5 points in 2-D, 7 s for 2 * 10^4
+    points in 3-D on one busy core. Not differentiable.
 
     Args:
-        points: (n, d) points, n >= 1, d = 1, 2 or 3, inside bounds or on them (up to rounding in the dtype of points);
-            (n,) counts as d = 1.
+        points: (n, d) points, n >= 1, d = 1, 2 or 3, inside bounds or on them (up to rounding in the dtype
+            of points); (n,) counts as d = 1.
         bounds: (lo, hi) for each axis of the box; None for the bounding box of points.
         dtype: dtype of the weights.
         device: device of the weights; None for that of points.
@@ -314,123 +316,24 @@ def voronoi(
     Raises:
         ValueError: wrong shape, no points, points not finite or outside bounds, or a box without volume.
         ImportError: d > 1 and scipy is missing (``pip install "continuum_ops[train]"``).
-        ArithmeticError: the cells found do not fill the box to 1e-8 (points closer than rounding can tell apart).
+        ArithmeticError: the cells found do not fill the box to a relative 1e-8.
     """
-    given = _points(points)
+    original = _tensor(points, "points")
+    given = _points(original)
     p = given.detach().cpu().numpy()
-    n, d = p.shape
-    if n < 1:
+    if not len(p):
         raise ValueError("points must hold at least 1 point, got 0")
     box = _box(p, bounds)
-    eps = (
-        torch.finfo(points.dtype).eps
-        if isinstance(points, Tensor) and points.is_floating_point()
-        else 2.0**-52
-    )
-    if isinstance(points, np.ndarray) and points.dtype.kind == "f":
-        eps = float(np.finfo(points.dtype).eps)
+    eps = torch.finfo(original.dtype if original.is_floating_point() else torch.float64).eps
     slack = 4 * eps * np.abs(box).max(axis=1)
     outside = np.flatnonzero(((p < box[:, 0] - slack) | (p > box[:, 1] + slack)).any(axis=1))
     if outside.size:
+        first = outside[0]
         raise ValueError(
-            f"points must lie inside bounds {box.tolist()}, got {p[outside[0]].tolist()} at index {outside[0]}"
+            f"points must lie inside bounds {box.tolist()}, got {p[first].tolist()} at index {first}"
         )
-    # One scale for all axes keeps the cells and takes large offsets out of the arithmetic.
-    scale = float((box[:, 1] - box[:, 0]).max())
-    side = (box[:, 1] - box[:, 0]) / scale
-    q = np.clip((p - box[:, 0]) / scale, 0.0, side)
-    unique, inverse = np.unique(q, axis=0, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    if d == 1:
-        x = unique[:, 0]
-        cell = np.diff(np.concatenate([[0.0], (x[1:] + x[:-1]) / 2, side]))
-    else:
-        scipy = _scipy()
-        unique = np.where(unique <= _MERGE, 0.0, np.where(side - unique <= _MERGE, side, unique))
-        near = scipy.spatial.cKDTree(unique).query_pairs(_MERGE, output_type="ndarray")
-        if len(near):
-            link = scipy.sparse.coo_array((np.ones(len(near)), near.T), shape=(len(unique),) * 2)
-            group = scipy.sparse.csgraph.connected_components(link, directed=False)[1]
-            first = np.unique(group, return_index=True)[1]
-            unique, inverse = unique[first], group[inverse]
-        cell = _clipped_cells(unique, side, scipy.spatial)
-    error = abs(cell.sum() / side.prod() - 1)
-    if not error <= 1e-8:
-        raise ArithmeticError(
-            f"Voronoi cells must fill the box to a relative 1e-8, got {error:.1e}: points too close to tell apart"
-        )
-    w = torch.from_numpy((cell / np.bincount(inverse))[inverse] * scale**d)
+    w = torch.from_numpy(cell_volumes(p, box))
     return w.to(device=given.device if device is None else device, dtype=dtype)
-
-
-def _clipped_cells(
-    p: NDArray[np.float64], side: NDArray[np.float64], spatial: ModuleType
-) -> NDArray[np.float64]:
-    """Volumes of the Voronoi cells of distinct points p (n, d), clipped to the box [0, side], max(side) = 1."""
-    n, d = p.shape
-    # Points too far out to be nearest to any place of the box. They bound every cell and keep the outermost points
-    # from lying in one plane, where Qhull drops cells.
-    far = (
-        side / 2
-        + np.concatenate([np.eye(d), -np.eye(d)]) * 2.5
-        + np.linspace(0.01, 0.02, 2 * d * d).reshape(-1, d)
-    )
-    reach = _reached_sides(spatial.Voronoi(np.concatenate([p, far])), n, side)
-
-    # A mirror image ends the cell of its own point at the side and takes nothing of the box from any other point.
-    # A point on the side is its own image: a stand-in one spacing outside keeps its cell short, and the part of the
-    # cell that sticks out is cut off below.
-    owner, s = np.nonzero(reach)
-    axis, upper = s % d, s >= d
-    at, outward = np.where(upper, side[axis], 0.0), np.where(upper, 1.0, -1.0)
-    image, rows = p[owner], np.arange(len(owner))
-    on_side = image[rows, axis] == at
-    image[rows, axis] = np.where(on_side, at + outward * n ** (-1 / d), 2 * at - image[rows, axis])
-    vor = spatial.Voronoi(np.concatenate([p, image, far]))
-    owner = np.concatenate([np.arange(n), owner, np.full(2 * d, -1)])
-    on_side = np.concatenate([np.zeros(n, dtype=bool), on_side, np.zeros(2 * d, dtype=bool)])
-
-    # Facets between two points, or between a point and its own image at a side that the point is not on.
-    a, b = np.sort(vor.ridge_points, axis=1).T
-    used = (b < n) | ((a < n) & (owner[a] == owner[b]) & ~on_side[b])
-    a, b = a[used], b[used]
-    size, vertex = _flatten([vor.ridge_vertices[i] for i in np.flatnonzero(used)])
-    # Only cells of points on a side stick out of it. They are symmetric about it, so facets cross it at a right angle
-    # or at one of their vertices, and moving what is outside onto the side cuts it off exactly.
-    area = _facet_areas(np.clip(vor.vertices, 0.0, side)[vertex], size)
-    pyramid = area * np.linalg.norm(vor.points[a] - vor.points[b], axis=1) / (2 * d)
-    both = b < n
-    return np.bincount(a, pyramid, n) + np.bincount(b[both], pyramid[both], n)
-
-
-def _reached_sides(vor: Any, n: int, side: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """(n, 2d): whether the unclipped cell of a point reaches the lower (first d) and upper (last d) sides."""
-    size, vertex = _flatten(vor.ridge_vertices)
-    beyond = np.concatenate([vor.vertices <= _MERGE, vor.vertices >= side - _MERGE], axis=1)
-    beyond = np.concatenate([beyond, np.ones_like(beyond[:1])])  # vertex -1 is at infinity
-    facet = np.logical_or.reduceat(beyond[vertex], np.cumsum(size) - size, axis=0)
-    reach = np.zeros((len(vor.points), 2 * len(side)), dtype=bool)
-    for end in vor.ridge_points.T:
-        np.logical_or.at(reach, end, facet)
-    return reach[:n]
-
-
-def _flatten(facets: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    size = np.fromiter(map(len, facets), np.int64, len(facets))
-    return size, np.fromiter(chain.from_iterable(facets), np.int64, int(size.sum()))
-
-
-def _facet_areas(corner: NDArray[np.float64], size: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Length of segments (2-D) or area of polygons (3-D); corner holds size[i] corners of facet i in order."""
-    if corner.shape[1] == 2:
-        ends = corner.reshape(-1, 2, 2)
-        return np.linalg.norm(ends[:, 1] - ends[:, 0], axis=1)
-    first = np.cumsum(size) - size
-    following = np.arange(1, len(corner) + 1)
-    following[first + size - 1] = first
-    origin = np.repeat(corner[first], size, axis=0)
-    fan = np.cross(corner - origin, corner[following] - origin)
-    return np.linalg.norm(np.add.reduceat(fan, first, axis=0), axis=1) / 2
 
 
 def _box(p: NDArray[np.float64], bounds: ArrayLike | None) -> NDArray[np.float64]:
@@ -450,18 +353,6 @@ def _box(p: NDArray[np.float64], bounds: ArrayLike | None) -> NDArray[np.float64
     if not (np.isfinite(box).all() and (box[:, 0] < box[:, 1]).all()):
         raise ValueError(f"bounds must be finite with lo < hi on every axis, got {box.tolist()}")
     return box
-
-
-def _scipy() -> ModuleType:
-    try:
-        import scipy
-        import scipy.sparse.csgraph
-        import scipy.spatial
-    except ImportError as error:
-        raise ImportError(
-            'voronoi in 2-D and 3-D needs scipy: pip install "continuum_ops[train]"', name="scipy"
-        ) from error
-    return scipy
 
 
 def _tensor(x: ArrayLike, name: str) -> Tensor:
@@ -538,10 +429,9 @@ def _interval(a: float, b: float) -> tuple[float, float]:
 def _affine(
     x: NDArray[np.float64], w: NDArray[np.float64], a: float, b: float, dtype: torch.dtype, device: Device
 ) -> tuple[Tensor, Tensor]:
-    """Nodes and weights on [-1, 1] moved to [a, b]."""
-    half = (b - a) / 2
-    nodes = np.clip(a + half * (x + 1), a, b)
+    """Nodes and weights on [-1, 1] moved to [a, b], -1 to a and 1 to b without rounding."""
+    nodes = (1 - x) / 2 * a + (1 + x) / 2 * b
     return (
         torch.from_numpy(nodes).to(device=device, dtype=dtype),
-        torch.from_numpy(half * w).to(device=device, dtype=dtype),
+        torch.from_numpy((b - a) / 2 * w).to(device=device, dtype=dtype),
     )

@@ -25,7 +25,7 @@ template <class T> struct Shape {
 #endif
   static constexpr int QB = groups * C * L;  // queries per block
 };
-constexpr int KB = 96;         // keys per block: a multiple of every row count used below
+constexpr int KB = 64;         // keys per block
 constexpr int PAD = 16;        // zero rows behind a block, for tiles that overhang it
 constexpr int RUN = 16;        // key blocks whose sums are added up before they join the total: keeps rounding errors small
 constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and products stay far from overflow
@@ -268,6 +268,9 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
                     const ForwardState<T>& st) {
   using Sh = Shape<T>;
   constexpr int R = Sh::R, C = Sh::C, L = Sh::L, QB = Sh::QB;
+  T* const sums = st.sum;  // locals: the compiler cannot know that stores of T leave st alone
+  T* const shifts = st.shift;
+  T* const probabilities = st.p;
   for (int64_t q = 0; q < active; q += C * L) {
     for (int64_t j = 0; j < b.count; j += R) {
       Vec<T> acc[R][C];
@@ -289,16 +292,16 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
           CO_UNROLL
           for (int r = 1; r < R; ++r) top[c] = max(top[c], acc[r][c]);  // rows past the block repeat a row: harmless
         }
-        auto need = greater(top[0], load(st.shift + q) + broadcast(T(24)));
+        auto need = greater(top[0], load(shifts + q) + broadcast(T(24)));
         CO_UNROLL
-        for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(st.shift + q + c * L) + broadcast(T(24))));
+        for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(shifts + q + c * L) + broadcast(T(24))));
         if (__builtin_expect(any(need), 0)) {
           for (int c = 0; c < C; ++c) raise_shift<T, QB>(st, q + c * L, j, top[c]);
         }
       }
       CO_UNROLL
       for (int c = 0; c < C; ++c) {
-        Vec<T> sum = load(st.sum + q + c * L), shift = BOUNDED ? Vec<T>{} : load(st.shift + q + c * L), tile = Vec<T>{};
+        Vec<T> sum = load(sums + q + c * L), shift = BOUNDED ? Vec<T>{} : load(shifts + q + c * L), tile = Vec<T>{};
         CO_UNROLL
         for (int r = 0; r < R; ++r) {
           if (r >= live) break;
@@ -307,10 +310,10 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
             const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + (j + r) * QB + q + c * L);
             p = keep ? p : Vec<T>{};
           }
-          store(st.p + (j + r) * QB + q + c * L, p);
+          store(probabilities + (j + r) * QB + q + c * L, p);
           tile = r == 0 ? p : tile + p;
         }
-        store(st.sum + q + c * L, sum + tile);
+        store(sums + q + c * L, sum + tile);
       }
     }
   }
@@ -495,7 +498,7 @@ void outer(const T* p, int64_t count, const T* x, ptrdiff_t ldx, int64_t nq, con
 #if defined(CO_ISA_avx2)
   constexpr int R1 = 8, R2 = 6, C = 2;
 #elif CO_VECTOR_BYTES == 64
-  constexpr int R1 = 16, R2 = 6, C = 4;
+  constexpr int R1 = 16, R2 = 4, C = 4;
 #else
   constexpr int R1 = 8, R2 = 4, C = 2;
 #endif

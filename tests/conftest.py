@@ -13,7 +13,7 @@ settings.load_profile("dev" if os.environ.get("CONTINUUM_OPS_RANDOMIZE") == "1" 
 
 @pytest.fixture(params=["kernel", "chunked"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test that takes it runs through the kernel operator and through the chunked one, in several blocks."""
+    """A test that takes it runs through the kernel operator and the chunked one, in several blocks."""
     if request.param == "chunked":
         monkeypatch.setattr(attention_module, "_kernel_serves", lambda attn_mask: False)
         monkeypatch.setattr(chunked_module, "CHUNK_SCORES", 2**14)

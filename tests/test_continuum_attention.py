@@ -23,14 +23,18 @@ def names(dtype: torch.dtype) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("n, m", [(a, b) for a in SIZES for b in SIZES if a + b in (2, 3, 30, 32, 144, 256, 258)])
+@pytest.mark.parametrize(
+    "n, m", [(a, b) for a in SIZES for b in SIZES if a + b in (2, 3, 30, 32, 144, 256, 258)]
+)
 def test_odd_lengths(path, dtype, n, m):
     q, k, v = qkv((2, 3), n, m, 20, 12, dtype, seed=n + m)
     check(q, k, v, draw((2, 1, m), lse_dtype(dtype), positive=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("d, dv", [(d, d) for d in (1, 15, 16, 17, 31, 33, 64, 65, 129, 146, 147, 256)] + [(3, 1)])
+@pytest.mark.parametrize(
+    "d, dv", [(d, d) for d in (1, 15, 16, 17, 31, 33, 64, 65, 129, 146, 147, 256)] + [(3, 1)]
+)
 def test_feature_sizes(path, dtype, d, dv):
     q, k, v = qkv((2,), 37, 41, d, dv, dtype, seed=d)
     check(q, k, v, draw((41,), positive=True))
@@ -48,7 +52,9 @@ def test_without_weights_is_scaled_dot_product_attention(path, dtype):
     check(q, k, v)
     expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
     out = co.continuum_attention(q, k, v)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps * v.abs().max().item())
+    torch.testing.assert_close(
+        out.double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps * v.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
@@ -63,7 +69,9 @@ def test_causal(path, dtype, n, m):
 def test_masks_broadcast(path, shape, kind):
     mask = draw(shape, seed=5)
     mask = mask > -0.7 if kind == "bool" else mask
-    mask[..., 0] = True if kind == "bool" else 1.0  # no empty row here: the plain implementation has no answer
+    mask[..., 0] = (
+        True if kind == "bool" else 1.0
+    )  # no empty row here: the plain implementation has no answer
     q, k, v = qkv((2, 3), 33, 47, 16, 8)
     check(q, k, v, draw((47,), positive=True), attn_mask=mask)
 
@@ -89,7 +97,9 @@ def test_scale_zero_is_the_weighted_mean(path):
     q, k, v = qkv((2,), 5, 30, 8, 3, torch.float64)
     w = draw((30,), torch.float64, positive=True)
     mean = (w[:, None] * v).sum(-2, keepdim=True) / w.sum()
-    torch.testing.assert_close(co.continuum_attention(q, k, v, w, scale=0.0), mean.expand(2, 5, 3), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        co.continuum_attention(q, k, v, w, scale=0.0), mean.expand(2, 5, 3), rtol=1e-14, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=names)
@@ -105,10 +115,12 @@ def test_constant_factor_of_the_weights(path, dtype):
 
 
 def test_integral_does_not_depend_on_the_mesh(path):
-    """int e^{s(y)} v(y) dy / int e^{s(y)} dy with s = y, v = y^2 on [0, 1]: (e - 2) / (e - 1), lse log(e - 1)."""
+    """int e^s v dy / int e^s dy on [0, 1] for s = y and v = y^2: (e - 2) / (e - 1), with lse log(e - 1)."""
     nodes, w = np.polynomial.legendre.leggauss(20)
     y = torch.from_numpy((nodes + 1) / 2)[:, None]
-    out, lse = co.continuum_attention(torch.ones(1, 1).double(), y, y**2, torch.from_numpy(w / 2), scale=1.0, return_lse=True)
+    out, lse = co.continuum_attention(
+        torch.ones(1, 1).double(), y, y**2, torch.from_numpy(w / 2), scale=1.0, return_lse=True
+    )
     assert out.item() == pytest.approx((math.e - 2) / (math.e - 1), rel=1e-14)
     assert lse.item() == pytest.approx(math.log(math.e - 1), rel=1e-13)
 
@@ -147,8 +159,12 @@ def test_weights_from_a_graph(path, shape):
     np.testing.assert_allclose(grads[0].numpy(), chain, rtol=1e-12, atol=1e-14)
     # A common factor of the weights changes nothing, so its derivative is zero.
     assert abs(grads[1].item()) < 1e-13
-    (only_key,) = torch.autograd.grad(co.continuum_attention(q, k.requires_grad_(), v, w.detach()), k, grad_out)
-    np.testing.assert_allclose(only_key, exact(q, k, v, w, grad_out=grad_out)["key"].astype(float), atol=1e-14)
+    (only_key,) = torch.autograd.grad(
+        co.continuum_attention(q, k.requires_grad_(), v, w.detach()), k, grad_out
+    )
+    np.testing.assert_allclose(
+        only_key, exact(q, k, v, w, grad_out=grad_out)["key"].astype(float), atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -163,7 +179,7 @@ def test_weights_keep_float32(path, weight_dtype):
     assert grad.dtype == weight_dtype
 
 
-# --- derivatives ------------------------------------------------------------------------------------------------
+# --- derivatives ---------------------------------------------------------------------------------
 
 
 def _small(*leads):
@@ -213,7 +229,10 @@ def test_second_derivatives_of_mask_and_distance_terms():
 
 def test_second_derivatives_in_blocks(path, monkeypatch):
     """Several blocks of queries give what one block gives."""
-    inputs = [t.requires_grad_() for t in (*qkv((2,), 13, 11, 3, 4, torch.float64), draw((11,), torch.float64, positive=True))]
+    inputs = [
+        t.requires_grad_()
+        for t in (*qkv((2,), 13, 11, 3, 4, torch.float64), draw((11,), torch.float64, positive=True))
+    ]
 
     def penalty():
         out, lse = _both(*inputs)
@@ -235,7 +254,7 @@ def test_third_derivative_raises(path):
         torch.autograd.grad(second.sum(), q)
 
 
-# --- distance terms and the reference ---------------------------------------------------------------------------
+# --- distance terms and the reference ------------------------------------------------------------
 
 
 def _terms(d2, rate, radius=None):
@@ -270,7 +289,9 @@ def test_rate_may_be_a_number():
     q, k, v = qkv((3,), 4, 5, 2, 2)
     x, y = draw((4, 2), seed=5), draw((5, 2), seed=6)
     one = co.continuum_attention(q, k, v, query_pos=x, key_pos=y, rate=1.5)
-    torch.testing.assert_close(one, co.continuum_attention(q, k, v, query_pos=x, key_pos=y, rate=torch.full((3,), 1.5)))
+    torch.testing.assert_close(
+        one, co.continuum_attention(q, k, v, query_pos=x, key_pos=y, rate=torch.full((3,), 1.5))
+    )
 
 
 def test_radius_zero_and_the_rim():
@@ -281,13 +302,15 @@ def test_radius_zero_and_the_rim():
     out = co.continuum_attention(q, k, v, query_pos=x, key_pos=y, radius=0.0)
     torch.testing.assert_close(out, torch.stack([v[0], torch.zeros(2), torch.zeros(2)]))
     radius = torch.tensor([0.1, 0.1, 0.1])
-    out, lse = co.continuum_attention(q, k, v, query_pos=x, key_pos=y, radius=radius, scale=0.0, return_lse=True)
+    out, lse = co.continuum_attention(
+        q, k, v, query_pos=x, key_pos=y, radius=radius, scale=0.0, return_lse=True
+    )
     torch.testing.assert_close(out[:2], torch.stack([(v[0] + v[1]) / 2, v[2]]))
     assert out[2].tolist() == [0.0, 0.0] and lse[2] == -math.inf
 
 
 def test_distances_far_from_the_origin():
-    """CASES 16: float32 coordinates 512,695 and 512,804 are 109 apart, coincident points 0, gradients finite."""
+    """CASES 16: float32 coordinates 512,695 and 512,804 are 109 apart, coincident points 0."""
     x = torch.tensor([[512695.0]], requires_grad=True)
     y = torch.tensor([[512804.0], [512695.0]], requires_grad=True)
     q, k = torch.zeros(1, 0), torch.zeros(2, 0)
@@ -318,7 +341,7 @@ def test_reference_agrees_with_the_formula(is_causal):
     np.testing.assert_allclose(lse, true["lse"].astype(float), atol=1e-14)
 
 
-# --- drawn inputs -----------------------------------------------------------------------------------------------
+# --- drawn inputs --------------------------------------------------------------------------------
 
 
 @st.composite

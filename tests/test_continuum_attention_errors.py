@@ -29,19 +29,31 @@ POSITIONS = {"query_pos": ones(5, 2), "key_pos": ones(7, 2), "rate": ones(3)}
         ({"query": [1.0]}, "query must be a Tensor, got list"),
         ({"key": None}, "key must be a Tensor, got NoneType"),
         ({"value": 3}, "value must be a Tensor, got int"),
-        ({"query": ones(2, 3, 5, 4).int()}, "query must be float64, float32, bfloat16 or float16, got torch.int32"),
+        (
+            {"query": ones(2, 3, 5, 4).int()},
+            "query must be float64, float32, bfloat16 or float16, got torch.int32",
+        ),
         ({"query": ones(2, 3, 5, 4) + 0j}, "query must be float64, .* got torch.complex64"),
         ({"key": ones(2, 3, 7, 4).double()}, "key must have query's dtype torch.float32, got torch.float64"),
-        ({"value": ones(2, 3, 7, 6).half()}, "value must have query's dtype torch.float32, got torch.float16"),
+        (
+            {"value": ones(2, 3, 7, 6).half()},
+            "value must have query's dtype torch.float32, got torch.float16",
+        ),
         ({"weights": [1.0] * 7}, "weights must be a Tensor, got list"),
         ({"weights": ones(7).int()}, "weights must be a floating-point tensor, got torch.int32"),
         ({"attn_mask": [True]}, "attn_mask must be a Tensor, got list"),
-        ({"attn_mask": ones(5, 7).int()}, r"attn_mask must be bool \(True = attend\) or floating-point, got torch.int32"),
+        (
+            {"attn_mask": ones(5, 7).int()},
+            r"attn_mask must be bool \(True = attend\) or floating-point, got torch.int32",
+        ),
         ({"dropout_p": "0.1"}, r"dropout_p must be a number in \[0, 1\], got str"),
         ({"scale": torch.tensor(1.0)}, "scale must be None or a number, got Tensor"),
         ({**POSITIONS, "query_pos": 1}, "query_pos must be a Tensor, got int"),
         ({**POSITIONS, "key_pos": None}, "key_pos must be a Tensor, got NoneType"),
-        ({**POSITIONS, "key_pos": ones(7, 2).int()}, "key_pos must be a floating-point tensor, got torch.int32"),
+        (
+            {**POSITIONS, "key_pos": ones(7, 2).int()},
+            "key_pos must be a floating-point tensor, got torch.int32",
+        ),
         ({**POSITIONS, "rate": "1"}, "rate must be a Tensor, got str"),
         ({**POSITIONS, "rate": ones(3).int()}, "rate must be a floating-point tensor, got torch.int32"),
         ({**POSITIONS, "period": 1.0}, "period must be None or a sequence of d numbers, got 1.0"),
@@ -65,14 +77,20 @@ def test_wrong_types(changes, message):
         ({"weights": ones(2, 7)}, r"weights must be broadcastable .* got \(2, 7\)"),
         ({"weights": ones(4, 2, 3, 7)}, r"weights must be broadcastable .* got \(4, 2, 3, 7\)"),
         ({"attn_mask": ones(7, 5)}, r"attn_mask must be broadcastable to .* = \(2, 3, 5, 7\), got \(7, 5\)"),
-        ({"attn_mask": ones(5, 7, dtype=torch.bool), "is_causal": True}, "attn_mask must be None when is_causal=True"),
+        (
+            {"attn_mask": ones(5, 7, dtype=torch.bool), "is_causal": True},
+            "attn_mask must be None when is_causal=True",
+        ),
         ({"dropout_p": 1.5}, r"dropout_p must be in \[0, 1\], got 1.5"),
         ({"dropout_p": -0.1}, r"dropout_p must be in \[0, 1\], got -0.1"),
         ({"dropout_p": math.nan}, r"dropout_p must be in \[0, 1\], got nan"),
         ({"scale": math.inf}, "scale must be finite, got inf"),
         ({**POSITIONS, "query_pos": ones(6, 2)}, r"query_pos must have shape .* N = 5, got \(6, 2\)"),
         ({**POSITIONS, "key_pos": ones(7)}, r"key_pos must have shape .* M = 7, got \(7,\)"),
-        ({**POSITIONS, "key_pos": ones(7, 3)}, "key_pos must have as many coordinates as query_pos, 2, got 3"),
+        (
+            {**POSITIONS, "key_pos": ones(7, 3)},
+            "key_pos must have as many coordinates as query_pos, 2, got 3",
+        ),
         ({**POSITIONS, "query_pos": ones(4, 5, 2)}, r"query_pos must be broadcastable to .* got \(4, 5, 2\)"),
         ({**POSITIONS, "rate": ones(4)}, r"rate must be broadcastable to \(H,\) = \(3,\), got \(4,\)"),
         ({**POSITIONS, "rate": None}, "rate or radius must be given with query_pos and key_pos"),
@@ -80,7 +98,10 @@ def test_wrong_types(changes, message):
         ({**POSITIONS, "period": (1.0, 0.0)}, r"period must be > 0 .* got \(1.0, 0.0\)"),
         ({**POSITIONS, "radius": -1.0}, "radius must be >= 0, got -1.0"),
         ({**POSITIONS, "radius": math.nan}, "radius must be >= 0, got nan"),
-        ({**POSITIONS, "radius": ones(7)}, r"radius must be broadcastable to \(..., N\) = \(2, 5\), got \(7,\)"),
+        (
+            {**POSITIONS, "radius": ones(7)},
+            r"radius must be broadcastable to \(..., N\) = \(2, 5\), got \(7,\)",
+        ),
         ({"key": ones(2, 3, 7, 4, device="meta")}, "key must be on query's device cpu, got meta"),
         ({"weights": ones(7, device="meta")}, "weights must be on query's device cpu, got meta"),
     ],
@@ -115,6 +136,6 @@ def test_negative_or_nan_rate_and_radius(bad):
 
 
 def test_negative_weights_are_refused_in_a_compiled_function():
-    compiled = torch.compile(co.continuum_attention, fullgraph=True)
+    compiled = torch.compile(co.continuum_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="weights must be >= 0"):
         compiled(*qkv((2,), 5, 7, 4, 6), -ones(7))

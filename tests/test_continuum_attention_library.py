@@ -26,7 +26,9 @@ def arguments(dtype=torch.float32, requires_grad=True):
     q, k, v = qkv((2, 3), 6, 7, 4, 5, dtype)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     w = draw((7,), acc, positive=True).expand(2, 3, 7).contiguous()
-    return [t.requires_grad_(requires_grad) for t in (q, k.transpose(-3, -2).contiguous().transpose(-3, -2), v, w)]
+    return [
+        t.requires_grad_(requires_grad) for t in (q, k.transpose(-3, -2).contiguous().transpose(-3, -2), v, w)
+    ]
 
 
 OPTIONS = (0.5, 0.0, False)
@@ -39,7 +41,9 @@ def test_opcheck_forward(dtype, kind):
     mask = torch.ones(2, 3, 6, 7, dtype=torch.bool).tril() if kind == "mask" else None
     seed = torch.tensor([17]) if kind == "dropout" else None
     options = (0.5, 0.25 if kind == "dropout" else 0.0, kind == "causal")
-    opcheck(ops.continuum_attention_forward, (q, k, v, None if kind == "no weights" else w, mask, seed, *options))
+    opcheck(
+        ops.continuum_attention_forward, (q, k, v, None if kind == "no weights" else w, mask, seed, *options)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
@@ -57,7 +61,17 @@ def _chunked_arguments(requires_grad):
     x, y = (draw((2, 1, n, 2), seed=n).requires_grad_(requires_grad) for n in (6, 7))
     rate = torch.ones(1, 3).requires_grad_(requires_grad)
     radius = torch.full((1, 1, 6), 5.0)
-    return (*arguments(requires_grad=requires_grad), mask, x, y, rate, None, radius, [3.0, float("inf")], *OPTIONS)
+    return (
+        *arguments(requires_grad=requires_grad),
+        mask,
+        x,
+        y,
+        rate,
+        None,
+        radius,
+        [3.0, float("inf")],
+        *OPTIONS,
+    )
 
 
 def test_opcheck_chunked():
@@ -73,7 +87,8 @@ def test_opcheck_chunked_backward():
 def test_fake_tensors_of_other_devices(device):
     with FakeTensorMode():
         q = torch.empty(2, 3, 6, 4, device=device, dtype=torch.bfloat16)
-        out, lse = co.continuum_attention(q, q, q[..., :2], return_lse=True)
+        v = torch.empty(2, 3, 6, 2, device=device, dtype=torch.bfloat16)
+        out, lse = co.continuum_attention(q, q, v, return_lse=True)
     assert out.shape == (2, 3, 6, 2) and out.dtype == torch.bfloat16 and out.device.type == device
     assert lse.shape == (2, 3, 6) and lse.dtype == torch.float32
 
@@ -87,7 +102,13 @@ def test_compile_fullgraph(kind):
         "broadcast": {},
         "causal": {"is_causal": True},
         "mask": {"attn_mask": draw((6, 7))},
-        "distance": {"query_pos": draw((6, 2)), "key_pos": draw((7, 2)), "rate": 2.0, "radius": 1.5, "period": (2.0, 3.0)},
+        "distance": {
+            "query_pos": draw((6, 2)),
+            "key_pos": draw((7, 2)),
+            "rate": 2.0,
+            "radius": 1.5,
+            "period": (2.0, 3.0),
+        },
     }[kind]
     if kind == "broadcast":
         w = draw((7,), positive=True).requires_grad_()
@@ -96,16 +117,25 @@ def test_compile_fullgraph(kind):
         out, lse = co.continuum_attention(q, k, v, w, return_lse=True, **options)
         return out.sin().sum() + lse.cos().sum()
 
-    compiled = torch.compile(loss, fullgraph=True)
+    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if kind == "weights" else "aot_eager")
     torch.testing.assert_close(compiled(q, k, v, w), loss(q, k, v, w))
     leaves = (q, k, v, w)
-    for a, b in zip(torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(loss(*leaves), leaves), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(compiled(*leaves), leaves),
+        torch.autograd.grad(loss(*leaves), leaves),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b)
 
 
 def test_compile_with_dropout_and_dynamic_shapes():
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *a: co.continuum_attention(*a, dropout_p=0.5), fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda *a: co.continuum_attention(*a, dropout_p=0.5),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
     for n in (6, 9):
         q, k, v = (t.requires_grad_() for t in qkv((2,), n, n + 1, 4, 4))
         out = compiled(q, k, v)
@@ -113,7 +143,7 @@ def test_compile_with_dropout_and_dynamic_shapes():
         assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-# --- autocast ---------------------------------------------------------------------------------------------------
+# --- autocast ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("term", ["none", "mask", "distance"])
@@ -123,7 +153,11 @@ def test_autocast(term):
     w = draw((40,), positive=True).requires_grad_()
     x, y = draw((30, 2), seed=5).requires_grad_(), draw((40, 2), seed=6).requires_grad_()
     rate, mask = torch.ones(3, requires_grad=True), draw((30, 40), seed=7).requires_grad_()
-    options = {"none": {}, "mask": {"attn_mask": mask}, "distance": {"query_pos": x, "key_pos": y, "rate": rate}}[term]
+    options = {
+        "none": {},
+        "mask": {"attn_mask": mask},
+        "distance": {"query_pos": x, "key_pos": y, "rate": rate},
+    }[term]
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = co.continuum_attention(q, k, v, w, return_lse=True, **options)
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
@@ -148,15 +182,22 @@ def test_autocast_joins_mixed_dtypes():
         assert co.continuum_attention(q, k.bfloat16(), v.half()).dtype == torch.bfloat16
 
 
-# --- what is loaded ---------------------------------------------------------------------------------------------
+# --- what is loaded ------------------------------------------------------------------------------
 
 
 def run_python(code, **environment):
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, env=env, check=True)
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, env=env, check=True
+    )
 
 
-CALL = "import torch, continuum_ops as co; q = torch.ones(2, 2)\nfor _ in range(3): co.continuum_attention(q, q, q)\n"
+CALL = """
+import torch, continuum_ops as co
+q = torch.ones(2, 2)
+for _ in range(3):
+    co.continuum_attention(q, q, q)
+"""
 
 
 def test_without_extension_says_so_once():
@@ -172,10 +213,15 @@ def test_missing_extension_says_so_once_and_how_to_build_it():
     assert result.stderr.count("UserWarning: continuum_ops") == 1 and "pip install" in result.stderr
 
 
-def test_import_is_silent_and_needs_no_optional_package():
-    code = "import continuum_ops, sys; print([m for m in ('scipy', 'click', 'tqdm', 'matplotlib') if m in sys.modules])"
+def test_import_is_silent_and_needs_only_torch_and_numpy():
+    code = """
+import sys, torch
+before = {name.split(".")[0] for name in sys.modules}
+import continuum_ops
+print({name.split(".")[0] for name in sys.modules} & {"scipy", "click", "tqdm", "matplotlib"} - before)
+"""
     result = run_python(code, CONTINUUM_OPS_NO_EXT="1")
-    assert result.stdout.strip() == "[]" and "continuum_ops" not in result.stderr
+    assert result.stdout.strip() == "set()" and "continuum_ops" not in result.stderr
 
 
 def test_backends_names_every_device():

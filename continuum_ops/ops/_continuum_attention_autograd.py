@@ -12,8 +12,7 @@ from . import _continuum_attention_chunked as chunked
 from ._continuum_attention_chunked import Inputs, accumulation_dtype
 from ._library import LIBRARY
 
-# --- the operators that have kernels; PyTorch where the device has none
-# ------------------------------------------
+# --- the operators that have kernels; PyTorch where the device has none --------------------------
 
 
 def _kernel_inputs(
@@ -141,8 +140,7 @@ torch.library.register_autograd(
     lib=LIBRARY,
 )
 
-# --- the operator in PyTorch: float masks and distance terms
-# ----------------------------------------------------
+# --- the operator in PyTorch: float masks and distance terms -------------------------------------
 
 
 def _chunked(*args: Any) -> tuple[Tensor, Tensor]:
@@ -225,8 +223,7 @@ torch.library.register_autograd(
     lib=LIBRARY,
 )
 
-# --- second derivatives, which end here
-# -------------------------------------------------------------------------
+# --- second derivatives, which end here ----------------------------------------------------------
 
 
 class _DoubleBackward(torch.autograd.Function):

@@ -137,7 +137,8 @@ def _squared_distance(x: Inputs) -> Tensor:
 
 def _softmax_parts(x: Inputs, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """w_k e^{s_ik - shift_i}, its sum over k (1 for a row with no key left) and shift_i (-inf there)."""
-    scores = (x.scale * x.query) @ x.key.mT
+    # Scaled after the product: rounding scale * q would move all scores of a row together, and by more.
+    scores = x.scale * (x.query @ x.key.mT)
     if x.query_pos is not None:
         d2 = _squared_distance(x)
         if x.rate is not None:

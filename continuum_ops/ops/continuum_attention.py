@@ -94,7 +94,7 @@ def continuum_attention(
         torch.Size([2, 4, 64, 16])
     """
     checks.check_tensor("query", query)
-    if torch.is_autocast_enabled(query.device.type):
+    if _is_autocast(query.device.type):
         query, key, value = (_autocast(t, query.device.type) for t in (query, key, value))
     leads = checks.check_qkv(query, key, value)
     checks.check_numbers(dropout_p, scale)
@@ -132,6 +132,10 @@ def continuum_attention(
 
 def _kernel_serves(attn_mask: Tensor | None) -> bool:
     return attn_mask is None or attn_mask.dtype == torch.bool
+
+
+def _is_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _autocast(tensor: Tensor, device_type: str) -> Tensor:

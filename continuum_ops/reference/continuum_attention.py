@@ -25,9 +25,9 @@ def continuum_attention(
     period: Sequence[float] | None = None,
     radius: Tensor | float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out_i = sum_k w_k e^{s_ik} v_k / sum_k w_k e^{s_ik}, s = scale q_i . k_k (CA definitions 5 and 11).
+    """out_i = sum_k w_k e^{s_ik} v_k / sum_k w_k e^{s_ik}, s = scale q_i . k_k (CA def. 5, 11).
 
-    Arguments as in :func:`continuum_ops.continuum_attention`, without dropout; computed in the dtype of query.
+    Arguments as of :func:`continuum_ops.continuum_attention` but dropout; computed in the dtype of query.
     """
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     n, m = query.shape[-2], key.shape[-2]

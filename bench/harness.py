@@ -1,0 +1,309 @@
+"""Shared by the benchmarks: parity first, interleaved timing, peak memory, the machine, JSON and Markdown.
+
+Linux only: noise and memory are read from /proc. A benchmark script coordinates and measures nothing itself:
+it starts workers (itself again, the environment set before torch is loaded) and merges the rows they print.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import continuum_ops
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+MIB = float(2**20)
+NOISY = 0.10  # a sample is noisy when other processes used more CPU than this fraction of its wall time
+
+# "kept": glibc keeps freed memory instead of returning it, so large temporaries are not faulted in again.
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "default": {},
+    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"},
+}
+
+
+class ParityError(AssertionError):
+    """A candidate does not compute what it is timed for."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time: ``run`` returns what must agree with ``reference`` (float64) within ``bound``.
+
+    The error is max |x - ref| / max |ref| of the worst tensor.
+    """
+
+    name: str
+    run: Callable[[], Sequence[Tensor]]
+    reference: Sequence[Tensor]
+    bound: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    seconds: float
+    other_cpu: float  # CPU seconds of other processes and of the hypervisor per second of wall time
+
+    @property
+    def noisy(self) -> bool:
+        return self.other_cpu > NOISY
+
+
+@dataclass
+class Timing:
+    """Samples of one candidate. Statistics use the clean samples, or all if fewer than two are clean."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def clean(self) -> int:
+        return sum(not s.noisy for s in self.samples)
+
+    def row(self) -> dict[str, Any]:
+        used = [s.seconds for s in self.samples if not s.noisy or self.clean < 2]
+        return {
+            "ms": statistics.median(used) * 1e3,
+            "ms_min": min(used) * 1e3,
+            "ms_max": max(used) * 1e3,
+            "samples": len(self.samples),
+            "clean_samples": self.clean,
+        }
+
+
+def check_parity(candidate: Candidate) -> float:
+    """Run once and return the error against float64; ParityError if it is too large or a shape is wrong."""
+    outputs = candidate.run()
+    if len(outputs) != len(candidate.reference):
+        raise ParityError(f"{candidate.name}: {len(outputs)} outputs, expected {len(candidate.reference)}")
+    worst = 0.0
+    for i, (x, exact) in enumerate(zip(outputs, candidate.reference, strict=True)):
+        if x.shape != exact.shape:
+            raise ParityError(
+                f"{candidate.name}: output {i} has shape {tuple(x.shape)}, expected {tuple(exact.shape)}"
+            )
+        error = ((x.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-300)).item()
+        if not error <= candidate.bound:  # also true for NaN
+            raise ParityError(
+                f"{candidate.name}: output {i} is off from float64 by {error:.2e} of its largest entry, "
+                f"the bound is {candidate.bound:.0e}"
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _machine_cpu_seconds() -> float:
+    ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_cpu_seconds() -> float:
+    t = os.times()
+    return t.user + t.system + t.children_user + t.children_system
+
+
+def take_sample(run: Callable[[], object], min_seconds: float) -> Sample:
+    """Call for at least ``min_seconds``: wall seconds per call, and what other processes took meanwhile.
+
+    The number of calls is not fixed beforehand: on a busy machine one call can take a hundred times another.
+    """
+    machine, own, start = _machine_cpu_seconds(), _own_cpu_seconds(), time.perf_counter()
+    calls, wall = 0, 0.0
+    while calls == 0 or wall < min_seconds:
+        run()
+        calls += 1
+        wall = time.perf_counter() - start
+    others = (_machine_cpu_seconds() - machine) - (_own_cpu_seconds() - own)
+    return Sample(wall / calls, max(0.0, others / wall))
+
+
+def time_interleaved(
+    candidates: Sequence[Candidate],
+    *,
+    rounds: int,
+    min_seconds: float = 0.2,
+    max_rounds: int | None = None,
+    sample: Callable[[Callable[[], object], float], Sample] = take_sample,
+) -> list[dict[str, Any]]:
+    """Check every candidate, then time them in turns: one row per candidate, in the order given.
+
+    A round takes one sample of each candidate and starts one candidate later than the round before, so that
+    clock drift and what a neighbour leaves in the caches fall on all alike. Rounds go on until each has
+    ``rounds`` clean samples, or for ``max_rounds`` (default 2 * rounds). Nothing is timed if one fails
+    parity; the parity check is the first warm-up call, one more follows.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    errors = [check_parity(c) for c in candidates]
+    for c in candidates:
+        c.run()
+    timings = [Timing() for _ in candidates]
+    for r in range(2 * rounds if max_rounds is None else max_rounds):
+        for k in range(len(candidates)):
+            i = (r + k) % len(candidates)
+            timings[i].samples.append(sample(candidates[i].run, min_seconds))
+        if min(t.clean for t in timings) >= rounds:
+            break
+    return [
+        {"candidate": c.name, "note": c.note, "error": e, "error_bound": c.bound, **t.row()}
+        for c, e, t in zip(candidates, errors, timings, strict=True)
+    ]
+
+
+def _status_bytes(key: str) -> int:
+    match = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"/proc/self/status has no {key}")
+    return int(match[1]) * 1024
+
+
+def peak_growth(run: Callable[[], Sequence[Tensor]]) -> tuple[int, int]:
+    """(growth of the resident peak during one call, bytes of what it returned). Use it in a fresh worker.
+
+    Warm up with a small call first, so that thread pools and lazily loaded code are not counted; a large one
+    would leave memory in the allocator that the measured call then reuses unseen.
+    """
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
+    before = _status_bytes("VmRSS")
+    outputs = run()
+    return _status_bytes("VmHWM") - before, sum(x.numel() * x.element_size() for x in outputs)
+
+
+def available_bytes() -> int:
+    """MemAvailable of this machine."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError("/proc/meminfo has no MemAvailable")
+    return int(match[1]) * 1024
+
+
+def run_worker(script: str, arguments: Sequence[str], *, threads: int, allocator: str) -> Any:
+    """Run ``script`` in a fresh process, threads and allocator set before torch loads; return its result.
+
+    The worker prints one JSON value on stdout; its stderr (progress, errors) is passed through.
+    """
+    count = str(threads)
+    inherited = {k: v for k, v in os.environ.items() if k not in ALLOCATORS["kept"]}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    chosen = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env={**inherited, **chosen, **ALLOCATORS[allocator]},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{Path(script).name} {' '.join(arguments)}: the worker failed ({done.returncode})")
+    return json.loads(done.stdout)
+
+
+def start_worker(threads: int) -> None:
+    """First call of a worker: set the thread count, and limit the address space to what is available.
+
+    A candidate that forms N x N where it does not fit then raises instead of waking the OOM killer.
+    """
+    torch.set_num_threads(threads)
+    limit = _status_bytes("VmSize") + available_bytes()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _cpuinfo() -> dict[str, str]:
+    first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {k.strip(): v.strip() for k, v in pairs}
+
+
+def _l2_size() -> str:
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        if (index / "level").read_text().strip() == "2":
+            return (index / "size").read_text().strip()
+    return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a figure depends on: CPU, cache, memory, system, torch, BLAS, this package and its commit."""
+    cpu = _cpuinfo()
+    flags = cpu.get("flags", "").split()
+    model = cpu.get("model name", platform.machine())
+    family = f"family {cpu['cpu family']} model {cpu['model']}" if "cpu family" in cpu else ""
+    cores = os.cpu_count() or 1
+    config = torch.__config__.show()
+    blas = re.search(r"Math Kernel Library Version [\w.]+|OpenBLAS [\w.]+|BLAS_INFO=\w+", config)
+    commit = _git("rev-parse", "HEAD")
+    changed = bool(_git("status", "--porcelain", "--untracked-files=no"))
+    total = re.search(r"^MemTotal:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{model} {family} {cores} cores".lower()).strip("-")
+    return {
+        "name": slug,
+        "cpu": " ".join(filter(None, [model, f"({family})" if family else ""])),
+        "vendor": cpu.get("vendor_id", "unknown"),
+        "cores": cores,
+        "avx2": "avx2" in flags,
+        "avx512f": "avx512f" in flags,
+        "virtual": "hypervisor" in flags,
+        "l2": _l2_size(),
+        "memory_gib": round(int(total[1]) / 2**20, 1) if total else None,
+        "os": f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "blas": blas[0] if blas else "unknown",
+        "continuum_ops": continuum_ops.__version__,
+        "commit": commit + (" (changed)" if commit and changed else ""),
+        "backends": continuum_ops.backends(),
+    }
+
+
+def new_document(op: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The frame of a result file; the caller adds "rows", "ceilings" and "memory"."""
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"op": op, "created": created, "settings": dict(settings), "machine": describe_machine()}
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write all of it or nothing: to a temporary file beside ``path``, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as f:
+            json.dump(document, f, indent=1)
+            f.write("\n")
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
