@@ -139,7 +139,7 @@ if not NO_EXT:
 setup(
     packages=[
         "continuum_ops",
-        *(f"continuum_ops.{p}" for p in ("data", "models", "nn", "ops", "reference", "kernels", "training", "demo")),
+        *(f"continuum_ops.{p}" for p in "data demo kernels models nn ops reference training".split()),
     ],
     package_dir={"continuum_ops.kernels": "kernels"},
     package_data={"continuum_ops": ["py.typed"]},

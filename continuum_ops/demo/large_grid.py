@@ -60,9 +60,9 @@ def measure_in_child(settings: Settings) -> dict[str, Any]:
 def measure(side: int, head_dim: int, seed: int, threads: int) -> dict[str, Any]:
     """Time, memory and accuracy of one head of self-attention on a side x side grid of the unit square.
 
-    Query, key and value are head_dim smooth functions each, cos(omega . x + phase) with omega ~ N(0, (2 pi)^2);
-    weights are the grid's (trapezoid). The error is the largest of `CHECKED_ROWS` rows against float64,
-    relative to the largest |value|.
+    Query, key and value are head_dim smooth functions each, cos(omega . x + phase) with components of omega
+    from N(0, (2 pi)^2); weights are the grid's (trapezoid). The error is the largest of `CHECKED_ROWS` rows
+    against float64, relative to the largest |value|.
     """
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(seed)

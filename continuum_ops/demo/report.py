@@ -42,7 +42,8 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             "",
-            f"Lorenz-63, x(t) -> y(t): relative L2 errors of {settings['test_trajectories']} test trajectories.",
+            "Lorenz-63, x(t) -> y(t): relative L2 errors of "
+            f"{settings['test_trajectories']} test trajectories.",
             f"TNO with {training['parameters']:,} parameters, {settings['steps']} steps in "
             f"{training['seconds']:.0f} s, on the first mesh alone.",
             "",
@@ -52,12 +53,11 @@ def text(result: dict[str, Any]) -> str:
             rule,
             lines[-1],
             "",
-            "seconds, peak memory: of all test trajectories, of one call on the large grid; memory is the growth",
-            f"of the process. N x N scores: what plain attention holds, a layer of {settings['num_heads']} heads for "
-            f"{batch} trajectories at",
-            "once; one head of one field on the large grid.",
-            f"On the uneven mesh equal weights give {result['uneven_equal_over_trapezoid']:.1f} times the median "
-            "error of trapezoid weights.",
+            "seconds, peak memory: of all test trajectories, or of one call on the large grid; peak memory",
+            "is the growth of the process. N x N scores: what plain attention would hold, in one layer for",
+            f"{batch} trajectories at a time ({settings['num_heads']} heads), in one head on the large grid.",
+            "On the uneven mesh equal weights give "
+            f"{result['uneven_equal_over_trapezoid']:.1f} times the median error of trapezoid weights.",
             f"On the {grid['mesh']} grid the largest error against float64 is "
             f"{grid['error_against_float64']:.1e} of the largest value.",
             f"CPU: {result['machine']['backends']['cpu']}, {settings['threads']} threads, "

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Settings:
     """Everything that decides the numbers of the demonstration; the same settings train the same model.
 
-    The trajectories are those of CA 6.1: T = 2, ``intervals`` = 200 time steps of 0.01 for training. The number
-    of steps is fixed, not the time, so that a slower machine gives the same result later.
+    The trajectories are those of CA 6.1: T = 2, ``intervals`` = 200 time steps of 0.01 for training. The
+    number of steps is fixed, not the time, so that a slower machine gives the same result later.
     """
 
     seed: int = 0
@@ -19,12 +19,12 @@ class Settings:
     train_trajectories: int = 8000
     validation_trajectories: int = 100
     test_trajectories: int = 500
-    d_model: int = 64
+    d_model: int = 48
     num_heads: int = 4
     num_layers: int = 4
     batch_size: int = 16
-    steps: int = 2400
-    learning_rate: float = 2e-3
+    steps: int = 3000
+    learning_rate: float = 3e-3
     weight_decay: float = 1e-4
     warm_up: float = 0.2
     validate_every: int = 100

@@ -14,9 +14,9 @@ from typing import BinaryIO
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when the block ends, and is deleted if it raises.
 
-    The bytes go to a temporary file in the same directory, reach the disk (fsync, where a full disk shows at the
-    latest) and are then renamed to `path` in one step. Whatever ends the block early, Ctrl-C included, leaves
-    `path` as it was. New files get the permissions that the umask allows.
+    The bytes go to a temporary file in the same directory, reach the disk (fsync, where a full disk shows at
+    the latest) and are then renamed to `path` in one step. Whatever ends the block early, Ctrl-C included,
+    leaves `path` as it was. The file gets the permissions that the umask allows.
 
     Raises:
         OSError: the file cannot be created or written; its filename is `path`.

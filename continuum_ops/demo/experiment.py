@@ -36,7 +36,19 @@ def run(settings: Settings, out: Path, say: Callable[[str], None] = print) -> di
         except ImportError as error:
             raise ImportError(f'the demo needs {name}: pip install "continuum_ops[train]"') from error
     out.mkdir(parents=True, exist_ok=True)
+    result, uneven = measure(settings)
+    say(report.text(result))
+    for path in (
+        report.write_json(out / "demo.json", result),
+        plots.write_resolution(out / "resolution.png", result["meshes"]),
+        plots.write_trajectories(out / "trajectories.png", uneven),
+    ):
+        say(f"wrote {path}")
+    return result
 
+
+def measure(settings: Settings) -> tuple[dict[str, Any], plots.Uneven]:
+    """Everything that `run` reports, and the test on the uneven mesh for its plot."""
     start = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
@@ -66,18 +78,11 @@ def run(settings: Settings, out: Path, say: Callable[[str], None] = print) -> di
         "large_grid": grid,
         "seconds": time.perf_counter() - start,
     }
-    say(report.text(result))
-    for path in (
-        plots.write_resolution(out / "resolution.png", rows),
-        plots.write_trajectories(out / "trajectories.png", uneven),
-        report.write_json(out / "demo.json", result),
-    ):
-        say(f"wrote {path}")
-    return result
+    return result, uneven
 
 
 def _test(model: lorenz.ScaledTNO, settings: Settings) -> tuple[list[dict[str, Any]], plots.Uneven]:
-    """Errors on every mesh, with its weights and with equal ones; and what the plot of the uneven mesh shows."""
+    """Errors on every mesh, with its weights and with equal ones; and the uneven mesh's test for its plot."""
     rows: list[dict[str, Any]] = []
     kept: dict[str, lorenz.Evaluation] = {}
     cases = lorenz.mesh_cases(settings.intervals)
