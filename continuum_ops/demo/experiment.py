@@ -16,6 +16,8 @@ from . import large_grid, lorenz, plots, report
 from .machine import machine
 from .settings import Settings
 
+# Names in the report, and what the model takes.
+KINDS: dict[str, lorenz.Weights] = {"trapezoid": "mesh", "equal": "equal"}
 EXTRAS = ("scipy", "tqdm", "matplotlib")
 
 
@@ -90,7 +92,7 @@ def _test(model: lorenz.ScaledTNO, settings: Settings) -> tuple[list[dict[str, A
         for case in cases:
             data = lorenz63(settings.test_trajectories, case.times, seed=2 * settings.seed + 1)
             mesh = lorenz.grid_of(case.times)
-            for name, weights in (("trapezoid", "mesh"), ("equal", "equal")):
+            for name, weights in KINDS.items():
                 kept[name] = result = lorenz.evaluate(model, data, mesh, weights, settings)
                 n, batch = len(mesh), min(settings.test_batch_size, settings.test_trajectories)
                 rows.append(

@@ -76,6 +76,7 @@ def measure(side: int, head_dim: int, seed: int, threads: int) -> dict[str, Any]
     with PeakMemory() as memory:
         out = continuum_attention(query, key, value, weights)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    assert isinstance(out, Tensor)
 
     n = len(mesh)
     rows = torch.linspace(0, n - 1, CHECKED_ROWS).long()
