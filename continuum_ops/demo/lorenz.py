@@ -1,0 +1,167 @@
+"""A TNO on Lorenz-63 trajectories x -> y (CA section 6.1): training on one mesh, tests on others."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Trajectories, lorenz63, uneven_times, uniform_times
+from ..mesh import Grid
+from ..models import TNO, preset
+from ..training import relative_l2
+from .machine import PeakMemory
+from .settings import Settings
+
+Weights = Literal["mesh", "equal"]
+
+
+class Trained(NamedTuple):
+    model: ScaledTNO
+    parameters: int
+    seconds: float
+    cpu_seconds: float
+    history: list[dict[str, float]]
+
+
+class MeshCase(NamedTuple):
+    name: str
+    times: Tensor
+
+
+class Evaluation(NamedTuple):
+    """A mesh's test: predictions (n, N, 1), their relative L2 errors (n,), and what they cost."""
+
+    prediction: Tensor
+    error: Tensor
+    seconds: float
+    peak_memory: int | None
+
+
+class ScaledTNO(nn.Module):
+    """A TNO between functions of deviation 1: z = s_out TNO(u / s_in).
+
+    The equations do not change under (x, y, z) -> (-x, -y, z), nor does the distribution of the initial
+    values, so x and y have mean 0 and need a scale alone.
+    """
+
+    scales: Tensor
+
+    def __init__(self, model: TNO, scales: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("scales", scales)
+
+    def forward(self, u: Tensor, mesh: Grid, weights: Weights = "mesh") -> Tensor:
+        return self.model(u / self.scales[0], mesh, weights=weights) * self.scales[1]
+
+
+def progress_bar(total: int | None, desc: str, unit: str, bar_format: str | None = None) -> Any:
+    """A tqdm bar on stderr; in a log file it prints seldom."""
+    from tqdm import tqdm
+
+    interval = 0.2 if sys.stderr.isatty() else 15.0
+    return tqdm(total=total, desc=desc, unit=unit, mininterval=interval, bar_format=bar_format)
+
+
+def grid_of(times: Tensor) -> Grid:
+    """The trapezoid rule on the times: weights in float64, then rounded."""
+    return Grid(times).to(dtype=torch.float32)
+
+
+def mesh_cases(intervals: int) -> list[MeshCase]:
+    """The training mesh (CA 42), twice as coarse, twice as fine, and the uneven mesh (CA 41)."""
+
+    def uniform(count: int, note: str = "") -> MeshCase:
+        return MeshCase(f"dt = {2 / count:g}{note}", uniform_times(count))
+
+    return [
+        uniform(intervals, " (training)"),
+        uniform(intervals // 2),
+        uniform(2 * intervals),
+        MeshCase("uneven", uneven_times(intervals)),
+    ]
+
+
+def train(settings: Settings) -> Trained:
+    """Train on dt = 2 / intervals: mean relative L2 loss (CA 39), AdamW, one-cycle learning rate.
+
+    Raises:
+        RuntimeError: the loss is no finite number.
+    """
+    n = settings.train_trajectories
+    data = lorenz63(
+        n + settings.validation_trajectories,
+        uniform_times(settings.intervals),
+        seed=2 * settings.seed,
+        progress=True,
+    )
+    mesh = grid_of(uniform_times(settings.intervals))
+    u, target = data.input[:n], data.target[:n]
+    held_out = Trajectories(data.times, data.input[n:], data.target[n:])
+
+    torch.manual_seed(settings.seed)
+    network = preset(
+        "tno-lorenz63",
+        out_channels=1,
+        initial_channels=0,
+        d_model=settings.d_model,
+        num_heads=settings.num_heads,
+        num_layers=settings.num_layers,
+        dim_feedforward=settings.d_model,
+    )
+    assert isinstance(network, TNO)
+    model = ScaledTNO(network, torch.stack([u.square().mean().sqrt(), target.square().mean().sqrt()]))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=settings.warm_up
+    )
+
+    start, cpu_start = time.perf_counter(), time.process_time()
+    history: list[dict[str, float]] = []
+    order, validation = torch.empty(0, dtype=torch.int64), math.nan
+    with progress_bar(settings.steps, "training", "step") as bar:
+        for step in range(1, settings.steps + 1):
+            if len(order) < settings.batch_size:
+                order = torch.randperm(n)
+            rows, order = order[: settings.batch_size], order[settings.batch_size :]
+            loss = relative_l2(model(u[rows], mesh), target[rows], mesh.weights).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            value = loss.item()
+            if not math.isfinite(value):
+                raise RuntimeError(f"the training loss is {value} at step {step}")
+            if step % settings.validate_every == 0 or step == settings.steps:
+                validation = evaluate(model, held_out, mesh, "mesh", settings).error.median().item()
+                history.append({"step": step, "loss": value, "validation": validation})
+            bar.set_postfix_str(f"loss {value:.4f}, validation {validation:.2%}", refresh=False)
+            bar.update()
+    return Trained(
+        model,
+        sum(p.numel() for p in model.parameters()),
+        time.perf_counter() - start,
+        time.process_time() - cpu_start,
+        history,
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    model: ScaledTNO, data: Trajectories, mesh: Grid, weights: Weights, settings: Settings
+) -> Evaluation:
+    """Predict on a mesh and measure with its quadrature weights, whatever weights the model uses."""
+    start = time.perf_counter()
+    with PeakMemory() as memory:
+        batches = data.input.split(settings.test_batch_size)
+        prediction = torch.cat([model(u, mesh, weights) for u in batches])
+    seconds = time.perf_counter() - start
+    return Evaluation(prediction, relative_l2(prediction, data.target, mesh.weights), seconds, memory.bytes)
