@@ -18,7 +18,7 @@ def test_examples_run():
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(block, names)
-    x, w, q, k, v, out = (names[n] for n in ("x", "w", "q", "k", "v", "out"))
+    w, q, k, v, out = (names[n] for n in ("w", "q", "k", "v", "out"))
     expected = (q.double() @ k.double().mT / q.shape[-1] ** 0.5 + w.log()).softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     assert names["y"].shape == (1, 1024, 1)
