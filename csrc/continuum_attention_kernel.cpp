@@ -581,6 +581,7 @@ void load_backward_block(const AttentionProblem& a, const AttentionGradients& g,
     const T sum = stats[2 * i + 1];
     if (sum == T(0)) continue;  // nothing to attend to: no gradient, whatever comes in
     x.shift[i] = stats[2 * i];
+    x.bounded &= x.shift[i] == T(0);  // the forward pass may have cut its blocks elsewhere and shifted this row
     T dot = 0;
     for (int64_t c = 0; c < a.dv; ++c) {
       const T y = widen(grad[i * g.grad_out.row_stride + c * g.grad_out.column_stride]);
