@@ -1,4 +1,4 @@
-"""How the kernel cuts its work must not show: one lead or several, more keys or more queries, one thread or more."""
+"""How the kernel cuts its work must not show: leads, keys or queries, one thread or more."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_every_split_within_budget(threads, leads, n, m, is_causal):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_long_query_among_short_ones(threads, dtype, n, m):
-    # The row needs a running maximum, and so do the rows that share its block in the forward pass; the backward pass
-    # may cut its blocks elsewhere.
+    # The row needs a running maximum, and so do the rows that share its block in the forward pass; the
+    # backward pass may cut its blocks elsewhere.
     q, k, v = qkv((1,), n, m, 16, 33, dtype, seed=5)
     q[0, n // 2] *= 40
     q[0, -1] *= 40
