@@ -54,8 +54,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     x = _kernel_inputs(query, key, value, weights, attn_mask, seed, scale, dropout_p, is_causal)
     grads = chunked.backward(x, grad_out, grad_lse, [False] * chunked.DIFFERENTIABLE)
-    grads = (*grads[:3], grads[3] if weights_grad else None)
-    return tuple(_or_empty(g, query) for g in grads)
+    wanted = (*grads[:3], grads[3] if weights_grad else None)
+    return tuple(_or_empty(g, query) for g in wanted)
 
 
 def _or_empty(grad: Tensor | None, query: Tensor) -> Tensor:
