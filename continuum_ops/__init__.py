@@ -1,6 +1,6 @@
 """Attention on functions: operators, quadrature, layers and models that respect the mesh.
 
-The core needs only torch and numpy. ``continuum_ops.nn``, ``.models`` and ``.data`` are imported on first use.
+The core needs only torch and numpy; ``continuum_ops.nn``, ``.models`` and ``.data`` are imported on use.
 """
 
 from __future__ import annotations

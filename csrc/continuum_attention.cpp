@@ -208,8 +208,14 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& ke
 
   const int64_t block = a.dtype == DType::float64 ? kernels.query_block_double : kernels.query_block_float;
   const int64_t blocks = (a.n + block - 1) / block;
-  run_tasks(a.leads * blocks, problem.scores() * (a.d + a.dv), kernels.scratch_bytes(a, false),
-            [&](int64_t t, void* scratch) { kernels.forward(a, o, t / blocks, t % blocks, scratch); });
+  // Long strips read the keys less often; short ones keep all threads busy where there is little to do.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t strip = std::max<int64_t>(1, std::min(kernels.strip, a.leads * blocks / (8 * threads)));
+  const int64_t strips = (blocks + strip - 1) / strip;
+  run_tasks(a.leads * strips, problem.scores() * (a.d + a.dv), kernels.scratch_bytes(a, false), [&](int64_t t, void* scratch) {
+    const int64_t begin = t % strips * strip;
+    kernels.forward(a, o, t / strips, begin, std::min(begin + strip, blocks), scratch);
+  });
   return {out, lse, stats};
 }
 

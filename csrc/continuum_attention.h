@@ -58,10 +58,11 @@ struct AttentionGradients {
 struct ContinuumAttentionKernels {
   const char* isa;
   int64_t query_block_float, query_block_double, key_block;
+  int64_t strip;  // most query blocks of one call of forward
   size_t (*scratch_bytes)(const AttentionProblem&, bool backward);
   // max_k |key_k| over the keys of a set
   double (*max_norm)(const AttentionProblem&, int64_t lead, const KeySet&);
-  void (*forward)(const AttentionProblem&, const AttentionOutput&, int64_t lead, int64_t query_block, void* scratch);
+  void (*forward)(const AttentionProblem&, const AttentionOutput&, int64_t lead, int64_t block_begin, int64_t block_end, void* scratch);
   void (*backward)(const AttentionProblem&, const AttentionGradients&, void* scratch);
 };
 

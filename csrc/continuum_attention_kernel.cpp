@@ -5,7 +5,8 @@
 //   P^T = w 2^(S^T - m)   in the same registers; log2 w is the initial value of the accumulators, so weights cost nothing
 //   O^T += V^T P^T   R channels x C vectors of queries in registers
 // If |q| max|k| bounds every exponent of the block (Cauchy-Schwarz), no running maximum is needed (m = 0). Otherwise m is raised
-// lazily: only when a score exceeds it by 2^24, which float32 sums bear without loss.
+// lazily: only when a score exceeds it by 2^24, which float32 sums bear without loss. Few keys get the exact maximum: the
+// largest term is then exactly 1, and what cancels in the gradient of a nearly one-hot row cancels to the last bit.
 #include "continuum_attention.h"
 
 #include "philox.h"
@@ -27,9 +28,12 @@ template <class T> struct Shape {
 };
 constexpr int KB = 64;         // keys per block
 constexpr int PAD = 16;        // zero rows behind a block, for tiles that overhang it
+constexpr int STRIP = 4;  // blocks of queries that meet a block of keys while it is in the cache
 constexpr int RUN = 16;        // key blocks whose sums are added up before they join the total: keeps rounding errors small
 constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and products stay far from overflow
 constexpr double MIN_BIAS = -80;
+constexpr int64_t FEW_KEYS = 512;
+constexpr double TOLERANCE = 24;
 
 struct Arena {
   char* at;
@@ -133,7 +137,7 @@ CO_INLINE void transpose_rows(const S* x, const Operand& o, int64_t count, int64
 
 // Is |exponent| <= BOUND for all scores of these queries?
 template <class T, int QB> bool is_bounded(const T* query, int64_t count, int64_t d, const KeySet& keys) {
-  if (!(keys.min_bias >= MIN_BIAS)) return false;
+  if (keys.count <= FEW_KEYS || !(keys.min_bias >= MIN_BIAS)) return false;
   for (int64_t i = 0; i < count; i += lanes<T>) {
     Vec<T> s = Vec<T>{};
     for (int64_t c = 0; c < d; ++c) {
@@ -244,6 +248,7 @@ template <class T> struct ForwardState {
   T *out, *out_total;          // (dv, QB)
   T* p;                        // (KB, QB)
   int64_t dv;
+  T tolerance;                 // a score may exceed the shift by this much
 };
 
 // Raises the shift of C vectors of queries to at least `top` and rescales what was summed with the old one.
@@ -271,6 +276,7 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
   T* const sums = st.sum;  // locals: the compiler cannot know that stores of T leave st alone
   T* const shifts = st.shift;
   T* const probabilities = st.p;
+  const Vec<T> tolerance = broadcast(st.tolerance);
   for (int64_t q = 0; q < active; q += C * L) {
     for (int64_t j = 0; j < b.count; j += R) {
       Vec<T> acc[R][C];
@@ -292,9 +298,9 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
           CO_UNROLL
           for (int r = 1; r < R; ++r) top[c] = max(top[c], acc[r][c]);  // rows past the block repeat a row: harmless
         }
-        auto need = greater(top[0], load(shifts + q) + broadcast(T(24)));
+        auto need = greater(top[0], load(shifts + q) + tolerance);
         CO_UNROLL
-        for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(shifts + q + c * L) + broadcast(T(24))));
+        for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(shifts + q + c * L) + tolerance));
         if (__builtin_expect(any(need), 0)) {
           for (int c = 0; c < C; ++c) raise_shift<T, QB>(st, q + c * L, j, top[c]);
         }
@@ -328,90 +334,108 @@ template <class T> CO_INLINE void add_into(T* total, T* part, int64_t n) {
 
 CO_INLINE int64_t active_lanes(int64_t nq, int64_t step) { return (nq + step - 1) / step * step; }
 
+// One block of queries and what is being summed for it.
+template <class T> struct ForwardBlock {
+  int64_t i0, nq, active;
+  bool bounded;
+  T* query;
+  ForwardState<T> st;
+};
+
+// A strip of up to STRIP blocks of queries shares every block of keys while that is in the cache.
 template <class T, class S>
-void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, int64_t query_block, void* scratch) {
+void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, int64_t block_begin, int64_t block_end, void* scratch) {
   using Sh = Shape<T>;
   constexpr int QB = Sh::QB;
   Arena arena{static_cast<char*>(scratch)};
-  T* query = arena.take<T>(a.d * QB);
   T* key_buffer = arena.take<T>(KB * a.d);
   T* value_buffer = arena.take<T>(KB * a.dv);
   T* factors = arena.take<T>(KB * QB);
   auto* mask = arena.take<typename LaneInt<T>::type>(KB * QB);
-  ForwardState<T> st;
-  st.shift = arena.take<T>(QB);
-  st.sum = arena.take<T>(QB);
-  st.sum_total = arena.take<T>(QB);
-  st.out = arena.take<T>(a.dv * QB);
-  st.out_total = arena.take<T>(a.dv * QB);
-  st.p = arena.take<T>(KB * QB);
-  st.dv = a.dv;
+  T* p = arena.take<T>(KB * QB);
 
   const KeySet& keys = a.keys[lead];
-  const int64_t i0 = query_block * QB, nq = smaller<int64_t>(QB, a.n - i0), active = active_lanes(nq, Sh::C * Sh::L);
-  transpose_rows<T, S, QB>(lead_base<S>(a.query, lead) + i0 * a.query.row_stride, a.query, nq, a.d,
-                           T(a.scale * 1.4426950408889634074), query);
-  const bool bounded = is_bounded<T, QB>(query, nq, a.d, keys);
-  fill<T>(st.shift, QB, bounded ? T(0) : T(-__builtin_inf()));
-  fill<T>(st.sum, QB, T(0));
-  fill<T>(st.sum_total, QB, T(0));
-  fill<T>(st.out, a.dv * QB, T(0));
-  fill<T>(st.out_total, a.dv * QB, T(0));
-
-  int run = 0;
-  for (int64_t first = 0; first < keys.count; first += KB) {
-    const int64_t count = smaller<int64_t>(KB, keys.count - first);
-    const Kept kept = block_mask<T, QB>(a, lead, i0, nq, first, count, mask);
-    if (kept == Kept::none) continue;
-    const KeyBlock<T> b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer);
-    if (kept == Kept::all) {
-      bounded ? forward_scores<T, true, false>(b, query, a.d, active, mask, st)
-              : forward_scores<T, false, false>(b, query, a.d, active, mask, st);
-    } else {
-      bounded ? forward_scores<T, true, true>(b, query, a.d, active, mask, st)
-              : forward_scores<T, false, true>(b, query, a.d, active, mask, st);
-    }
-    if (a.dropout_p > 0) {
-      dropout_factors<T, QB>(a, lead, i0, nq, first, count, factors);
-      for (int64_t j = 0; j < count; ++j) {
-        for (int64_t i = 0; i < nq; ++i) st.p[j * QB + i] *= factors[j * QB + i];
-      }
-    }
-    mix<T>(b.value, b.ldv, a.dv, st.p, count, active, st.out);
-    if (++run == RUN) {
-      run = 0;
-      add_into<T>(st.sum_total, st.sum, QB);
-      add_into<T>(st.out_total, st.out, a.dv * QB);
-    }
+  ForwardBlock<T> strip[STRIP];
+  const int64_t blocks = block_end - block_begin;
+  for (int64_t t = 0; t < blocks; ++t) {
+    ForwardBlock<T>& x = strip[t];
+    x.i0 = (block_begin + t) * QB;
+    x.nq = smaller<int64_t>(QB, a.n - x.i0);
+    x.active = active_lanes(x.nq, Sh::C * Sh::L);
+    x.query = arena.take<T>(a.d * QB);
+    x.st = {arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(a.dv * QB), arena.take<T>(a.dv * QB), p, a.dv,
+            T(keys.count <= FEW_KEYS ? 0 : TOLERANCE)};
+    transpose_rows<T, S, QB>(lead_base<S>(a.query, lead) + x.i0 * a.query.row_stride, a.query, x.nq, a.d,
+                             T(a.scale * 1.4426950408889634074), x.query);
+    x.bounded = is_bounded<T, QB>(x.query, x.nq, a.d, keys);
+    fill<T>(x.st.shift, QB, x.bounded ? T(0) : T(-__builtin_inf()));
+    fill<T>(x.st.sum, QB, T(0));
+    fill<T>(x.st.sum_total, QB, T(0));
+    fill<T>(x.st.out, a.dv * QB, T(0));
+    fill<T>(x.st.out_total, a.dv * QB, T(0));
   }
-  add_into<T>(st.sum_total, st.sum, QB);
-  add_into<T>(st.out_total, st.out, a.dv * QB);
+  auto join_totals = [&] {
+    for (int64_t t = 0; t < blocks; ++t) {
+      add_into<T>(strip[t].st.sum_total, strip[t].st.sum, QB);
+      add_into<T>(strip[t].st.out_total, strip[t].st.out, a.dv * QB);
+    }
+  };
 
-  const int64_t row0 = lead * a.n + i0;
-  S* out = static_cast<S*>(o.out) + row0 * a.dv;
-  T* lse = static_cast<T*>(o.lse) + row0;
-  T* stats = static_cast<T*>(o.stats) + 2 * row0;
-  for (int64_t i = 0; i < nq; ++i) {
-    const T sum = st.sum_total[i];
-    const bool empty = sum == T(0);
-    const T shift = empty ? T(0) : st.shift[i];
-    stats[2 * i] = shift;
-    stats[2 * i + 1] = sum;
-    lse[i] = empty ? T(-__builtin_inf())
-                   : T((double(shift) + keys.log2_max_weight + __builtin_log2(double(sum))) * 0.69314718055994530942);
-    for (int64_t c = 0; c < a.dv; ++c) {
-      narrow(empty ? T(0) : st.out_total[c * QB + i] / sum, out + i * a.dv + c);
+  for (int64_t first = 0, run = 1; first < keys.count; first += KB, ++run) {
+    const int64_t count = smaller<int64_t>(KB, keys.count - first);
+    KeyBlock<T> b{};
+    for (int64_t t = 0; t < blocks; ++t) {
+      const ForwardBlock<T>& x = strip[t];
+      const Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
+      if (kept == Kept::none) continue;
+      if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer);
+      if (kept == Kept::all) {
+        x.bounded ? forward_scores<T, true, false>(b, x.query, a.d, x.active, mask, x.st)
+                  : forward_scores<T, false, false>(b, x.query, a.d, x.active, mask, x.st);
+      } else {
+        x.bounded ? forward_scores<T, true, true>(b, x.query, a.d, x.active, mask, x.st)
+                  : forward_scores<T, false, true>(b, x.query, a.d, x.active, mask, x.st);
+      }
+      if (a.dropout_p > 0) {
+        dropout_factors<T, QB>(a, lead, x.i0, x.nq, first, count, factors);
+        for (int64_t j = 0; j < count; ++j) {
+          for (int64_t i = 0; i < x.nq; ++i) p[j * QB + i] *= factors[j * QB + i];
+        }
+      }
+      mix<T>(b.value, b.ldv, a.dv, p, count, x.active, x.st.out);
+    }
+    if (run % RUN == 0) join_totals();
+  }
+  join_totals();
+
+  for (int64_t t = 0; t < blocks; ++t) {
+    const ForwardBlock<T>& x = strip[t];
+    const int64_t row0 = lead * a.n + x.i0;
+    S* out = static_cast<S*>(o.out) + row0 * a.dv;
+    T* lse = static_cast<T*>(o.lse) + row0;
+    T* stats = static_cast<T*>(o.stats) + 2 * row0;
+    for (int64_t i = 0; i < x.nq; ++i) {
+      const T sum = x.st.sum_total[i];
+      const bool empty = sum == T(0);
+      const T shift = empty ? T(0) : x.st.shift[i];
+      stats[2 * i] = shift;
+      stats[2 * i + 1] = sum;
+      lse[i] = empty ? T(-__builtin_inf())
+                     : T((double(shift) + keys.log2_max_weight + __builtin_log2(double(sum))) * 0.69314718055994530942);
+      for (int64_t c = 0; c < a.dv; ++c) {
+        narrow(empty ? T(0) : x.st.out_total[c * QB + i] / sum, out + i * a.dv + c);
+      }
     }
   }
 }
 
 // ---- backward ----------------------------------------------------------------------------------------------------------
-// With p = w 2^(s - m) / sum the probability, g the gradient of out and D_i = g_i . out_i - grad_lse_i:
-//   dS = p (g . v - D),  dV = p^T g,  dQ = scale dS K,  dK = scale dS^T Q,  d/dlog w = sum_i dS
-// The division by `sum` is folded into the rows of g and D, so that each exponential is used as it comes.
+// With p = w 2^(s - m) / sum the probability, g the gradient of out and D_i = g_i . out_i:
+//   dS = p (g . v - D + grad_lse),  dV = p^T g,  dQ = scale dS K,  dK = scale dS^T Q,  d/dlog w = sum_i dS
+// The division by `sum` is folded into the rows of g, D and grad_lse, so that each exponential is used as it comes.
 template <class T, bool BOUNDED, bool MASKED, bool DROPOUT>
 void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* grad, int64_t dv, const T* shift, const T* delta,
-                     int64_t active, const typename LaneInt<T>::type* mask, const T* factors, T* p_out, T* ds_out) {
+                     const T* grad_lse, int64_t active, const typename LaneInt<T>::type* mask, const T* factors, T* p_out, T* ds_out) {
   using Sh = Shape<T>;
   constexpr int R = Sh::R, C = Sh::C, L = Sh::L, QB = Sh::QB;
   for (int64_t q = 0; q < active; q += C * L) {
@@ -443,7 +467,7 @@ void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* g
       multiply_rows<T, R, C>(acc, rows, grad + q, QB, dv);
       CO_UNROLL
       for (int c = 0; c < C; ++c) {
-        const Vec<T> dl = load(delta + q + c * L);
+        const Vec<T> dl = load(delta + q + c * L), gl = load(grad_lse + q + c * L);
         CO_UNROLL
         for (int r = 0; r < R; ++r) {
           if (r >= live) break;
@@ -451,10 +475,10 @@ void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* g
           const Vec<T> p = load(p_out + at);
           if constexpr (DROPOUT) {
             const Vec<T> f = load(factors + at);
-            store(ds_out + at, p * (f * acc[r][c] - dl));
+            store(ds_out + at, p * ((f * acc[r][c] - dl) + gl));
             store(p_out + at, p * f);
           } else {
-            store(ds_out + at, p * (acc[r][c] - dl));
+            store(ds_out + at, p * ((acc[r][c] - dl) + gl));
           }
           if constexpr (MASKED) {  // 0 * inf: a dropped pair has no gradient whatever its value row holds
             const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + at);
@@ -518,99 +542,133 @@ void outer(const T* p, int64_t count, const T* x, ptrdiff_t ldx, int64_t nq, con
 
 CO_INLINE int64_t padded(int64_t width, int64_t step) { return (width + step - 1) / step * step; }
 
+template <class T> struct BackwardBlock {
+  int64_t i0, nq, active;
+  bool bounded;
+  T *query, *grad;            // scale log2(e) q and g / sum, lanes are queries
+  T *query_rows, *grad_rows;  // scale q and g / sum, lanes are channels
+  T *shift, *delta, *grad_lse, *grad_query;
+};
+
+template <class T, class S>
+void load_backward_block(const AttentionProblem& a, const AttentionGradients& g, int64_t ldq, int64_t ldg, BackwardBlock<T>& x) {
+  constexpr int QB = Shape<T>::QB;
+  const S* q = lead_base<S>(a.query, g.lead) + x.i0 * a.query.row_stride;
+  const S* grad = lead_base<S>(g.grad_out, g.lead) + x.i0 * g.grad_out.row_stride;
+  const int64_t row0 = g.lead * a.n + x.i0;
+  const S* out = static_cast<const S*>(g.out) + row0 * a.dv;
+  const T* stats = static_cast<const T*>(g.stats) + 2 * row0;
+  const T* grad_lse = g.grad_lse ? static_cast<const T*>(g.grad_lse) + row0 : nullptr;
+  transpose_rows<T, S, QB>(q, a.query, x.nq, a.d, T(a.scale * 1.4426950408889634074), x.query);
+  x.bounded = is_bounded<T, QB>(x.query, x.nq, a.d, a.keys[g.lead]);
+  fill<T>(x.shift, QB, T(0));
+  fill<T>(x.delta, QB, T(0));
+  fill<T>(x.grad_lse, QB, T(0));
+  fill<T>(x.query_rows, QB * ldq, T(0));
+  fill<T>(x.grad_rows, QB * ldg, T(0));
+  fill<T>(x.grad_query, a.d * QB, T(0));
+  fill<T>(x.grad, a.dv * QB, T(0));
+  for (int64_t i = 0; i < x.nq; ++i) {
+    for (int64_t c = 0; c < a.d; ++c) {
+      x.query_rows[i * ldq + c] = widen(q[i * a.query.row_stride + c * a.query.column_stride]) * T(a.scale);
+    }
+    const T sum = stats[2 * i + 1];
+    if (sum == T(0)) continue;  // nothing to attend to: no gradient, whatever comes in
+    x.shift[i] = stats[2 * i];
+    T dot = 0;
+    for (int64_t c = 0; c < a.dv; ++c) {
+      const T y = widen(grad[i * g.grad_out.row_stride + c * g.grad_out.column_stride]);
+      dot = fma(y, T(widen(out[i * a.dv + c])), dot);  // as the tiles sum g . v
+      x.grad_rows[i * ldg + c] = x.grad[c * QB + i] = y / sum;
+    }
+    x.delta[i] = dot / sum;
+    if (grad_lse) x.grad_lse[i] = grad_lse[i] / sum;
+  }
+}
+
+template <class T> void add_row_sums(const T* ds, int64_t count, int64_t active, const KeySet& keys, int64_t first, T* to) {
+  constexpr int QB = Shape<T>::QB, L = lanes<T>;
+  for (int64_t j = 0; j < count; ++j) {
+    Vec<T> s = load(ds + j * QB);
+    for (int64_t i = L; i < active; i += L) s += load(ds + j * QB + i);
+    T sum = 0;
+    CO_UNROLL
+    for (int l = 0; l < L; ++l) sum += s[l];
+    to[key_place(keys, first + j)] += sum;
+  }
+}
+
 template <class T, class S> void backward(const AttentionProblem& a, const AttentionGradients& g, void* scratch) {
   using Sh = Shape<T>;
   constexpr int QB = Sh::QB, L = Sh::L;
   const int64_t ldq = padded(a.d, L), ldg = padded(a.dv, L), lead = g.lead;
+  const bool dropout = a.dropout_p > 0;
   Arena arena{static_cast<char*>(scratch)};
-  T* query = arena.take<T>(a.d * QB);         // scale log2(e) q, lanes are queries
-  T* query_rows = arena.take<T>(QB * ldq);    // scale q, lanes are channels
-  T* grad = arena.take<T>(a.dv * QB);         // g / sum, lanes are queries
-  T* grad_rows = arena.take<T>(QB * ldg);
-  T* grad_query = arena.take<T>(a.d * QB);
-  T* shift = arena.take<T>(QB);
-  T* delta = arena.take<T>(QB);
   T* key_buffer = arena.take<T>(KB * a.d);
   T* value_buffer = arena.take<T>(KB * a.dv);
   T* factors = arena.take<T>(KB * QB);
   auto* mask = arena.take<typename LaneInt<T>::type>(KB * QB);
   T* p = arena.take<T>((KB + PAD) * QB);
   T* ds = arena.take<T>((KB + PAD) * QB);
-  fill<T>(factors, KB * QB, T(0));
+  if (dropout) fill<T>(factors, KB * QB, T(0));
+  BackwardBlock<T> strip[STRIP];
+  for (BackwardBlock<T>& x : strip) {
+    x.query = arena.take<T>(a.d * QB);
+    x.grad = arena.take<T>(a.dv * QB);
+    x.query_rows = arena.take<T>(QB * ldq);
+    x.grad_rows = arena.take<T>(QB * ldg);
+    x.shift = arena.take<T>(QB);
+    x.delta = arena.take<T>(QB);
+    x.grad_lse = arena.take<T>(QB);
+    x.grad_query = arena.take<T>(a.d * QB);
+  }
 
   const KeySet& keys = a.keys[lead];
-  const S* q_base = lead_base<S>(a.query, lead);
-  const S* g_base = lead_base<S>(g.grad_out, lead);
-  const S* out = static_cast<const S*>(g.out) + lead * a.n * a.dv;
-  const T* stats = static_cast<const T*>(g.stats) + 2 * lead * a.n;
-  const T* grad_lse = g.grad_lse ? static_cast<const T*>(g.grad_lse) + lead * a.n : nullptr;
   T* grad_key = static_cast<T*>(g.grad_key);
   T* grad_value = static_cast<T*>(g.grad_value);
   T* grad_bias = static_cast<T*>(g.grad_bias);
-
-  for (int64_t i0 = g.query_begin; i0 < g.query_end; i0 += QB) {
-    const int64_t nq = smaller<int64_t>(QB, g.query_end - i0), active = active_lanes(nq, Sh::C * L);
-    const S* q0 = q_base + i0 * a.query.row_stride;
-    transpose_rows<T, S, QB>(q0, a.query, nq, a.d, T(a.scale * 1.4426950408889634074), query);
-    const bool bounded = is_bounded<T, QB>(query, nq, a.d, keys);
-    fill<T>(shift, QB, T(0));
-    fill<T>(delta, QB, T(0));
-    fill<T>(query_rows, QB * ldq, T(0));
-    fill<T>(grad_rows, QB * ldg, T(0));
-    fill<T>(grad_query, a.d * QB, T(0));
-    fill<T>(grad, a.dv * QB, T(0));
-    for (int64_t i = 0; i < nq; ++i) {
-      const T sum = stats[2 * (i0 + i) + 1];
-      for (int64_t c = 0; c < a.d; ++c) {
-        query_rows[i * ldq + c] = widen(q0[i * a.query.row_stride + c * a.query.column_stride]) * T(a.scale);
-      }
-      if (sum == T(0)) continue;  // nothing to attend to: no gradient, whatever comes in
-      shift[i] = stats[2 * (i0 + i)];
-      T dot = 0;
-      for (int64_t c = 0; c < a.dv; ++c) {
-        const T x = widen(g_base[(i0 + i) * g.grad_out.row_stride + c * g.grad_out.column_stride]);
-        dot += x * widen(out[(i0 + i) * a.dv + c]);
-        grad_rows[i * ldg + c] = grad[c * QB + i] = x / sum;
-      }
-      delta[i] = (dot - (grad_lse ? grad_lse[i0 + i] : T(0))) / sum;
+  for (int64_t begin = g.query_begin; begin < g.query_end; begin += STRIP * QB) {
+    const int64_t blocks = smaller<int64_t>(STRIP, (g.query_end - begin + QB - 1) / QB);
+    for (int64_t t = 0; t < blocks; ++t) {
+      BackwardBlock<T>& x = strip[t];
+      x.i0 = begin + t * QB;
+      x.nq = smaller<int64_t>(QB, g.query_end - x.i0);
+      x.active = active_lanes(x.nq, Sh::C * L);
+      load_backward_block<T, S>(a, g, ldq, ldg, x);
     }
-
     for (int64_t first = g.key_begin; first < g.key_end; first += KB) {
       const int64_t count = smaller<int64_t>(KB, g.key_end - first);
-      const Kept kept = block_mask<T, QB>(a, lead, i0, nq, first, count, mask);
-      if (kept == Kept::none) continue;
-      const KeyBlock<T> b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer);
-      const bool masked = kept == Kept::some, dropout = a.dropout_p > 0;
-      if (dropout) dropout_factors<T, QB>(a, lead, i0, nq, first, count, factors);
-      auto scores = [&](auto run) { run(b, query, a.d, grad, a.dv, shift, delta, active, mask, factors, p, ds); };
-      if (dropout) {  // rare: one general form serves it
-        if (!masked) fill<typename LaneInt<T>::type>(mask, KB * QB, -1);
-        scores(backward_scores<T, false, true, true>);
-      } else if (masked) {
-        bounded ? scores(backward_scores<T, true, true, false>) : scores(backward_scores<T, false, true, false>);
-      } else {
-        bounded ? scores(backward_scores<T, true, false, false>) : scores(backward_scores<T, false, false, false>);
-      }
-      // Tiles of the outer products overhang the block by up to PAD rows.
-      fill<T>(p + count * QB, PAD * QB, T(0));
-      fill<T>(ds + count * QB, PAD * QB, T(0));
-      outer<T>(p, count, grad_rows, ldg, nq, keys, first, grad_value, a.dv);
-      outer<T>(ds, count, query_rows, ldq, nq, keys, first, grad_key, a.d);
-      mix<T>(b.key, b.ldk, a.d, ds, count, active, grad_query);
-      if (grad_bias) {
-        for (int64_t j = 0; j < count; ++j) {
-          Vec<T> s = load(ds + j * QB);
-          for (int64_t i = L; i < active; i += L) s += load(ds + j * QB + i);
-          T sum = 0;
-          CO_UNROLL
-          for (int l = 0; l < L; ++l) sum += s[l];
-          grad_bias[key_place(keys, first + j)] += sum;
+      KeyBlock<T> b{};
+      for (int64_t t = 0; t < blocks; ++t) {
+        const BackwardBlock<T>& x = strip[t];
+        const Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
+        if (kept == Kept::none) continue;
+        if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer);
+        auto scores = [&](auto run) { run(b, x.query, a.d, x.grad, a.dv, x.shift, x.delta, x.grad_lse, x.active, mask, factors, p, ds); };
+        if (dropout) {  // one general form serves it: the random numbers cost more than the rest
+          dropout_factors<T, QB>(a, lead, x.i0, x.nq, first, count, factors);
+          if (kept == Kept::all) fill<typename LaneInt<T>::type>(mask, KB * QB, -1);
+          scores(backward_scores<T, false, true, true>);
+        } else if (kept == Kept::some) {
+          x.bounded ? scores(backward_scores<T, true, true, false>) : scores(backward_scores<T, false, true, false>);
+        } else {
+          x.bounded ? scores(backward_scores<T, true, false, false>) : scores(backward_scores<T, false, false, false>);
         }
+        // Tiles of the outer products overhang the block by up to PAD rows.
+        fill<T>(p + count * QB, PAD * QB, T(0));
+        fill<T>(ds + count * QB, PAD * QB, T(0));
+        outer<T>(p, count, x.grad_rows, ldg, x.nq, keys, first, grad_value, a.dv);
+        outer<T>(ds, count, x.query_rows, ldq, x.nq, keys, first, grad_key, a.d);
+        mix<T>(b.key, b.ldk, a.d, ds, count, x.active, x.grad_query);
+        if (grad_bias) add_row_sums<T>(ds, count, x.active, keys, first, grad_bias);
       }
     }
-    T* to = static_cast<T*>(g.grad_query) + (i0 - g.query_begin) * a.d;
-    for (int64_t i = 0; i < nq; ++i) {
-      for (int64_t c = 0; c < a.d; ++c) to[i * a.d + c] = grad_query[c * QB + i] * T(a.scale);
+    for (int64_t t = 0; t < blocks; ++t) {
+      const BackwardBlock<T>& x = strip[t];
+      T* to = static_cast<T*>(g.grad_query) + (x.i0 - g.query_begin) * a.d;
+      for (int64_t i = 0; i < x.nq; ++i) {
+        for (int64_t c = 0; c < a.d; ++c) to[i * a.d + c] = x.grad_query[c * QB + i] * T(a.scale);
+      }
     }
   }
 }
@@ -628,13 +686,10 @@ template <class F> CO_INLINE auto by_dtype(DType t, F f) {
 
 template <class T> size_t scratch_for(const AttentionProblem& a, bool backward) {
   constexpr int64_t QB = Shape<T>::QB, L = lanes<T>;
-  int64_t count = 2 * KB * QB + KB * (a.d + a.dv) + a.d * QB;  // factors, mask, key and value buffers, queries
-  if (backward) {
-    count += QB * (padded(a.d, L) + padded(a.dv, L) + a.dv + a.d + 2) + 2 * (KB + PAD) * QB;
-  } else {
-    count += 3 * QB + 2 * a.dv * QB + KB * QB;
-  }
-  return size_t(count) * sizeof(T) + 32 * 64;
+  int64_t count = 2 * KB * QB + KB * (a.d + a.dv);  // factors, mask, key and value buffers
+  count += backward ? 2 * (KB + PAD) * QB + STRIP * QB * (2 * a.d + a.dv + padded(a.d, L) + padded(a.dv, L) + 3)
+                    : KB * QB + STRIP * QB * (a.d + 2 * a.dv + 3);
+  return size_t(count) * sizeof(T) + (8 + 8 * STRIP) * 64;  // each piece starts on a cache line
 }
 
 size_t scratch_bytes(const AttentionProblem& a, bool backward) {
@@ -645,8 +700,10 @@ double max_norm(const AttentionProblem& a, int64_t lead, const KeySet& keys) {
   return by_dtype(a.dtype, [&](auto t, auto s) { return max_norm_of<typename decltype(t)::type, typename decltype(s)::type>(a, lead, keys); });
 }
 
-void forward_any(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, int64_t query_block, void* scratch) {
-  by_dtype(a.dtype, [&](auto t, auto s) { forward<typename decltype(t)::type, typename decltype(s)::type>(a, o, lead, query_block, scratch); });
+void forward_any(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, int64_t block_begin, int64_t block_end, void* scratch) {
+  by_dtype(a.dtype, [&](auto t, auto s) {
+    forward<typename decltype(t)::type, typename decltype(s)::type>(a, o, lead, block_begin, block_end, scratch);
+  });
 }
 
 void backward_any(const AttentionProblem& a, const AttentionGradients& g, void* scratch) {
@@ -658,6 +715,6 @@ void backward_any(const AttentionProblem& a, const AttentionGradients& g, void* 
 }  // namespace
 
 extern const ContinuumAttentionKernels continuum_attention = {
-    CO_STRING(CO_ISA), Shape<float>::QB, Shape<double>::QB, KB, scratch_bytes, max_norm, forward_any, backward_any};
+    CO_STRING(CO_ISA), Shape<float>::QB, Shape<double>::QB, KB, STRIP, scratch_bytes, max_norm, forward_any, backward_any};
 
 }  // namespace continuum_ops::CO_ISA

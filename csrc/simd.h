@@ -103,7 +103,8 @@ CO_INLINE MaskVec<float> either(MaskVec<float> a, MaskVec<float> b) { return a |
 // max whose result is NaN where x is NaN (x86's max returns its second operand then; the portable form does as well).
 template <class V> CO_INLINE V clamp_below(V x, V low) { return max(low, x); }
 
-// 2^t to 0.7 eps (float: degree 5, double: degree 11, minimax for the relative error on [-1/2, 1/2]).
+// 2^t by a polynomial on [-1/2, 1/2] of least relative error among those with 2^0 = 1: degree 5, 9.2e-8 (float); degree 11,
+// 3e-18 (double; the constant term rounds to 1).
 // CLAMP = false asks for t in [-125, 127] (double: [-1021, 1023]); with CLAMP smaller t, -inf too, gives a value that is 0 or
 // negligible beside 1. NaN in, NaN out.
 template <bool CLAMP> CO_INLINE Vec<float> exp2(Vec<float> t) {
@@ -115,12 +116,12 @@ template <bool CLAMP> CO_INLINE Vec<float> exp2(Vec<float> t) {
   const Vec<float> z = t + magic, n = z - magic;
 #endif
   const Vec<float> r = t - n;
-  Vec<float> p = broadcast(0.0013276472167819943f);
-  p = fma(p, r, broadcast(0.009675541331021391f));
-  p = fma(p, r, broadcast(0.055507132728753912f));
-  p = fma(p, r, broadcast(0.24022119723969178f));
-  p = fma(p, r, broadcast(0.69314696706526493f));
-  p = fma(p, r, broadcast(1.0000000716546416f));
+  Vec<float> p = broadcast(0.0013264727139778863f);
+  p = fma(p, r, broadcast(0.00967151263995832f));
+  p = fma(p, r, broadcast(0.05550733743471263f));
+  p = fma(p, r, broadcast(0.24022242085376683f));
+  p = fma(p, r, broadcast(0.693146977598991f));
+  p = fma(p, r, broadcast(1.0f));
 #if defined(CO_ISA_avx512)
   return _mm512_scalef_ps(p, n);
 #else
@@ -215,6 +216,21 @@ CO_INLINE void narrow(float x, float16* y) {
     h = (m + 0xfffu + ((m >> 13) & 1u)) >> 13;
   }
   y->bits = uint16_t(h | sign);
+}
+
+CO_INLINE float fma(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+CO_INLINE double fma(double a, double b, double c) {
+#if defined(__FMA__)
+  return __builtin_fma(a, b, c);
+#else
+  return a * b + c;
+#endif
 }
 
 template <class T> CO_INLINE T smaller(T a, T b) { return a < b ? a : b; }

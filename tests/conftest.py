@@ -11,6 +11,17 @@ settings.register_profile("dev", deadline=None, max_examples=60)
 settings.load_profile("dev" if os.environ.get("CONTINUUM_OPS_RANDOMIZE") == "1" else "ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--isa", help="run the CPU kernels of this instruction set (avx512, avx2, generic)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--isa"):
+        from continuum_ops import _C
+
+        _C.set_isa(config.getoption("--isa"))
+
+
 @pytest.fixture(params=["kernel", "chunked"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A test that takes it runs through the kernel operator and the chunked one, in several blocks."""

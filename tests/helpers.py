@@ -96,7 +96,9 @@ def exact(
         g = _long(grad_out)
         gl = np.zeros((*leads, n)) if grad_lse is None else _long(grad_lse)
         gp = f * (g @ np.swapaxes(v, -1, -2))
-        centred = gp - (p * gp).sum(-1, keepdims=True) + np.where(alive, gl[..., None], 0)
+        gl = np.where(alive, gl[..., None], 0)
+        row = (p * gp).sum(-1, keepdims=True)
+        centred = gp - row + gl
         gs = p * centred
         result["query"] = _sum_to(scale * (gs @ k), query.shape)
         result["key"] = _sum_to(scale * (np.swapaxes(gs, -1, -2) @ q), key.shape)
@@ -106,6 +108,15 @@ def exact(
             result["weights"] = _sum_to(gw, weights.shape)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             result["attn_mask"] = _sum_to(gs, attn_mask.shape)
+        # The same sums over absolute values: what their terms amount to before they cancel.
+        gs = p * (np.abs(gp) + np.abs(row) + np.abs(gl))
+        result["terms"] = {
+            "query": abs(scale) * (gs @ np.abs(k)),
+            "key": abs(scale) * (np.swapaxes(gs, -1, -2) @ np.abs(q)),
+            "value": np.swapaxes(p * f, -1, -2) @ np.abs(g),
+            "weights": (np.where(keep, gs / np.where(w > 0, w, 1), 0)).sum(-2),
+            "attn_mask": gs,
+        }
     return result
 
 
@@ -114,14 +125,19 @@ def plain(query, key, value, weights=None, *, attn_mask=None, is_causal=False, s
     scale = (1 / math.sqrt(query.shape[-1]) if query.shape[-1] > 0 else 1.0) if scale is None else scale
     scores = scale * (query @ key.mT)
     if weights is not None:
-        scores = scores + weights.log()[..., None, :].to(query.dtype)
+        dead = weights == 0
+        scores = scores + torch.where(dead, 1.0, weights).log()[..., None, :].to(query.dtype)
+        scores = scores.masked_fill(dead[..., None, :], -math.inf)
     if is_causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask.to(query.dtype)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
+    return scores.softmax(-1).masked_fill(empty, 0.0) @ value, lse
 
 
 def _leaves(tensors):
@@ -170,6 +186,19 @@ def _error(actual: Tensor, true: NDArray) -> float:
     return float(difference.max(initial=0.0)) if not np.isnan(difference).any() else math.inf
 
 
+def _size(name: str, true: dict[str, NDArray], terms: dict[str, NDArray], value: Tensor) -> float:
+    """What max|value| is in the budget: a bound of the terms that are summed, before they cancel.
+
+    For the output that is the largest value; for a gradient, its sum over absolute values; for lse, a
+    logarithm, 1 (the relative error of the sum) or |lse|.
+    """
+    if name == "out":
+        return float(value.detach().double().nan_to_num(0, 0, 0).abs().max()) if value.numel() else 0.0
+    if name == "lse":
+        return float(np.abs(true[name][np.isfinite(true[name])]).max(initial=1.0))
+    return float(_sum_to(terms[name], true[name].shape).max(initial=0.0))
+
+
 def check(query, key, value, weights=None, *, attn_mask=None, seed=3, **options) -> dict[str, Tensor]:
     """Run the public function forward and backward and hold every result against the budget."""
     leads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
@@ -178,16 +207,14 @@ def check(query, key, value, weights=None, *, attn_mask=None, seed=3, **options)
     tensors = [query, key, value, weights, attn_mask]
     result = run(attend, tensors, grad_out, grad_lse, **options)
     true = exact(*tensors[:4], attn_mask=attn_mask, grad_out=grad_out, grad_lse=grad_lse, **options)
+    terms = true.pop("terms")
     rough = run(plain, tensors, grad_out, grad_lse, **options)
     assert result.keys() == true.keys()
     for name, actual in result.items():
         expected_dtype = {"lse": lse_dtype(query.dtype), "out": query.dtype}.get(name)
         if expected_dtype is not None:
             assert actual.dtype == expected_dtype, f"{name}: dtype {actual.dtype}"
-        finite = true[name][np.isfinite(true[name])]
-        size = float(np.abs(finite).max(initial=0.0))
-        if name == "out":
-            size = float(value.detach().double().nan_to_num(0, 0, 0).abs().max()) if value.numel() else 0.0
+        size = _size(name, true, terms, value)
         assert_within_budget(actual, true[name], _error(rough[name], true[name]), size, name)
     return result
 

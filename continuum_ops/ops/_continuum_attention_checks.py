@@ -26,15 +26,14 @@ def check_floating(name: str, value: Tensor) -> None:
         raise TypeError(f"{OP}: {name} must be a floating-point tensor, got {value.dtype}")
 
 
-def check_qkv(query: Any, key: Any, value: Any) -> torch.Size:
-    """Check query, key and value and return their common leading dimensions."""
-    check_tensor("query", query)
+def check_qkv(query: Tensor, key: Any, value: Any) -> torch.Size:
+    """Check key and value beside query, which is a tensor, and return their common leading dimensions."""
     check_tensor("key", key, like=query)
     check_tensor("value", value, like=query)
     if query.dtype not in DTYPES:
         raise TypeError(f"{OP}: query must be float64, float32, bfloat16 or float16, got {query.dtype}")
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
+        if tensor.dtype is not query.dtype:
             raise TypeError(f"{OP}: {name} must have query's dtype {query.dtype}, got {tensor.dtype}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:

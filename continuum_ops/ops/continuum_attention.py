@@ -101,13 +101,15 @@ def continuum_attention(
     rows, keys = query.shape[-2], key.shape[-2]
     if weights is not None:
         checks.check_weights(weights, query, (*leads, keys))
-        weights = weights.to(accumulation_dtype(query.dtype)).expand(*leads, keys)
+        dtype = accumulation_dtype(query.dtype)
+        weights = weights if weights.dtype == dtype else weights.to(dtype)
+        weights = weights.expand(*leads, keys)
     if attn_mask is not None:
         checks.check_mask(attn_mask, query, (*leads, rows, keys), is_causal)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] > 0 else 1.0
     seed = _draw_seed(query) if dropout_p > 0.0 else None
-    query, key, value = (_expand(t, leads) for t in (query, key, value))
+    query, key, value = _expand(query, leads), _expand(key, leads), _expand(value, leads)
     options = (float(scale), float(dropout_p), bool(is_causal))
 
     positions = query_pos is not None or key_pos is not None
@@ -135,7 +137,7 @@ def _kernel_serves(attn_mask: Tensor | None) -> bool:
 
 
 def _is_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # there is no autocast for meta
 
 
 def _autocast(tensor: Tensor, device_type: str) -> Tensor:

@@ -1,0 +1,58 @@
+# Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
+#   make demo | test | lint | packaging | asan | bench | clean
+#   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
+#   PYTHON=python3.12       the interpreter that .venv is made of
+#   WORKERS=4               processes that run the tests, one thread each
+
+TORCH   ?= torch==2.13.0
+PYTHON  ?= python3
+WORKERS ?= 2
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/installed
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
+# One thread a worker: more threads than cores make small kernels many times slower.
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := test
+.PHONY: demo test lint packaging asan bench clean FORCE
+
+demo: $(STAMP)
+	$(BIN)/continuum-ops demo
+
+test: $(STAMP)
+	$(PYTEST) -n $(WORKERS) --dist worksteal
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+packaging: $(STAMP)
+	TORCH="$(TORCH)" $(BIN)/python ci/check_packaging.py
+
+asan: $(STAMP)
+	WORKERS=$(WORKERS) bash ci/sanitized_tests.sh $(BIN)/python
+
+bench: $(STAMP)
+	$(BIN)/python bench/bench_continuum_attention.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info continuum_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without ensurepip (Debian: python3-venv) a venv is left half made; the next run must not take it for a whole one.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# Rewritten only when TORCH differs from the last installation's.
+$(VENV)/torch: FORCE | $(BIN)/pip
+	@printf '%s\n' '$(TORCH)' | cmp -s - $@ || printf '%s\n' '$(TORCH)' > $@
+
+$(STAMP): $(VENV)/torch setup.py pyproject.toml $(wildcard csrc/*)
+	@echo 'Installing $(TORCH) and the package into $(VENV) (the kernels compile for about a minute) ...'
+	$(PIP) $(foreach word,$(TORCH),'$(word)') 'setuptools>=77' wheel 'pybind11>=2.12' ninja
+	$(PIP) --no-build-isolation -e '.[train,test,dev]'
+	@$(BIN)/python -c 'import continuum_ops as co; print("Installed; backends:", co.backends())'
+	@touch $@
