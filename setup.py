@@ -210,7 +210,10 @@ if __name__ == "__main__":
     setup(
         packages=[
             "continuum_ops",
-            *(f"continuum_ops.{p}" for p in "data demo kernels models nn ops reference training".split()),
+            *(
+                f"continuum_ops.{p}"
+                for p in ("data", "demo", "models", "nn", "ops", "reference", "training", "kernels")
+            ),
         ],
         package_dir={"continuum_ops.kernels": "kernels"},
         package_data={"continuum_ops": ["py.typed"]},

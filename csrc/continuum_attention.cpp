@@ -326,7 +326,7 @@ template <class T> class BackwardRun {
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query,
                                                     const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
                                                     std::optional<Tensor> attn_mask, std::optional<Tensor> seed, const Tensor& out,
-                                                    const Tensor& stats, double scale, double dropout_p, bool is_causal) {
+                                                    const Tensor& stats, double scale, double dropout_p, bool is_causal, bool weights_grad) {
   const Problem problem(query, key, value, weights, attn_mask, seed, scale, dropout_p, is_causal);
   const AttentionProblem& a = problem.a;
   STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
@@ -334,7 +334,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, std:
   auto zeros = [&](const Tensor& like) { return torch::stable::new_zeros(query, sizes_of(like, like.dim()), acc); };
   Tensor grad_query = torch::stable::new_empty(query, sizes_of(query, query.dim()), acc);
   Tensor grad_key = zeros(key), grad_value = zeros(value);
-  Tensor grad_weights = weights ? zeros(*weights) : torch::stable::new_empty(query, {0}, acc);
+  weights_grad &= weights.has_value();
+  Tensor grad_weights = weights_grad ? zeros(*weights) : torch::stable::new_empty(query, {0}, acc);
   std::optional<Tensor> grad_lse_rows;
   if (grad_lse) grad_lse_rows = torch::stable::contiguous(*grad_lse);
 
@@ -347,8 +348,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, std:
   auto run = [&](auto zero) {
     using T = decltype(zero);
     auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
-    BackwardRun<T>(problem, g, data(grad_query), data(grad_key), data(grad_value), weights ? data(grad_weights) : nullptr).run();
-    if (weights) divide_by_weights(data(grad_weights), *weights, a);
+    BackwardRun<T>(problem, g, data(grad_query), data(grad_key), data(grad_value), weights_grad ? data(grad_weights) : nullptr).run();
+    if (weights_grad) divide_by_weights(data(grad_weights), *weights, a);
   };
   if (a.dtype == DType::float64) run(double(0)); else run(float(0));
   if (query.scalar_type() != acc) {

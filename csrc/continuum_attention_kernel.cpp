@@ -2,7 +2,7 @@
 //
 // Lanes hold queries. A block of queries meets the keys block by block (flash style, O(block) scratch):
 //   S^T = K Q^T   rows of K are read as scalars and spread over the lanes, R keys x C vectors of queries in registers
-//   P^T = w 2^(S^T - m)   in the same registers; log2 w is the initial value of the accumulators, so weights cost nothing
+//   P^T = 2^(S^T + log2 w - m)   in the same registers
 //   O^T += V^T P^T   R channels x C vectors of queries in registers
 // If |q| max|k| bounds every exponent of the block (Cauchy-Schwarz), no running maximum is needed (m = 0). Otherwise m is raised
 // lazily: only when a score exceeds it by 2^24, which float32 sums bear without loss. Few keys get the exact maximum: the
@@ -204,13 +204,19 @@ CO_INLINE void score_tile(Vec<T> (&acc)[R][C], const KeyBlock<T>& b, int64_t j, 
   const T* rows[R];
   CO_UNROLL
   for (int r = 0; r < R; ++r) {
-    const int64_t k = smaller<int64_t>(j + r, b.count - 1);
-    rows[r] = b.key + k * b.ldk;
-    const Vec<T> start = b.bias ? broadcast(b.bias[k]) : Vec<T>{};
+    rows[r] = b.key + smaller<int64_t>(j + r, b.count - 1) * b.ldk;
     CO_UNROLL
-    for (int c = 0; c < C; ++c) acc[r][c] = start;
+    for (int c = 0; c < C; ++c) acc[r][c] = Vec<T>{};
   }
   multiply_rows<T, R, C>(acc, rows, query, QB, d);
+  if (b.bias) {  // after the product: starting from a large log w would round every partial sum at its size
+    CO_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Vec<T> bias = broadcast(b.bias[smaller<int64_t>(j + r, b.count - 1)]);
+      CO_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] += bias;
+    }
+  }
 }
 
 // to[r, i] += a[x, r] b[x, i]: R channels x C vectors of queries, summed over the keys x of a block.

@@ -47,12 +47,13 @@ def test_opcheck_forward(dtype, kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("with_weights", [True, False])
-def test_opcheck_backward(dtype, with_weights):
+@pytest.mark.parametrize("with_weights, weights_grad", [(True, True), (True, False), (False, False)])
+def test_opcheck_backward(dtype, with_weights, weights_grad):
     q, k, v, w = arguments(dtype, requires_grad=False)
     w = w if with_weights else None
     out, lse, stats = ops.continuum_attention_forward(q, k, v, w, None, None, *OPTIONS)
-    args = (torch.randn_like(out), torch.randn_like(lse), q, k, v, w, None, None, out, stats, *OPTIONS)
+    grads = (torch.randn_like(out), torch.randn_like(lse))
+    args = (*grads, q, k, v, w, None, None, out, stats, *OPTIONS, weights_grad)
     opcheck(ops.continuum_attention_backward, args)
 
 

@@ -50,10 +50,12 @@ def _backward(
     scale: float,
     dropout_p: float,
     is_causal: bool,
+    weights_grad: bool,
 ) -> tuple[Tensor, ...]:
     x = _kernel_inputs(query, key, value, weights, attn_mask, seed, scale, dropout_p, is_causal)
     grads = chunked.backward(x, grad_out, grad_lse, [False] * chunked.DIFFERENTIABLE)
-    return tuple(_or_empty(g, query) for g in grads[:4])
+    grads = (*grads[:3], grads[3] if weights_grad else None)
+    return tuple(_or_empty(g, query) for g in grads)
 
 
 def _or_empty(grad: Tensor | None, query: Tensor) -> Tensor:
@@ -85,7 +87,8 @@ def _(
     weights: Tensor | None,
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(_or_empty(_like(t), query) for t in (query, key, value, weights))
+    wanted = weights if args[-1] else None
+    return tuple(_or_empty(_like(t), query) for t in (query, key, value, wanted))
 
 
 def _like(tensor: Tensor | None) -> Tensor | None:
@@ -109,7 +112,18 @@ def _derivative(
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
     grads = torch.ops.continuum_ops.continuum_attention_backward(
-        grad_out, grad_lse, query, key, value, weights, attn_mask, seed, out, stats, *ctx.options
+        grad_out,
+        grad_lse,
+        query,
+        key,
+        value,
+        weights,
+        attn_mask,
+        seed,
+        out,
+        stats,
+        *ctx.options,
+        ctx.needs_input_grad[3],
     )
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
     return (*wanted, *(None,) * 5)
@@ -122,7 +136,7 @@ torch.library.register_autograd(
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:8])  # not out and stats: the second derivative recomputes them
-    ctx.options = inputs[10:]
+    ctx.options = inputs[10:13]
     ctx.set_materialize_grads(False)
 
 
@@ -130,7 +144,7 @@ def _second_derivative(ctx: Any, *grad_grads: Tensor | None) -> tuple[Tensor | N
     grad_out, grad_lse, *tensors = ctx.saved_tensors
     x = _kernel_inputs(*tensors, *ctx.options)
     grads = _double_backward(x, grad_out, grad_lse, list(grad_grads) + [None] * 4)
-    return (*grads[:6], *(None,) * 7)
+    return (*grads[:6], *(None,) * 8)
 
 
 torch.library.register_autograd(

@@ -19,11 +19,12 @@ LIBRARY.define(
     "Tensor query, Tensor key, Tensor value, Tensor? weights, Tensor? attn_mask, Tensor? seed, "
     "float scale, float dropout_p, bool is_causal) -> (Tensor out, Tensor lse, Tensor stats)"
 )
+# weights are constants for most users: their gradient, of shape (0,) otherwise, is computed if weights_grad.
 LIBRARY.define(
     "continuum_attention_backward("
     "Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? weights, "
     "Tensor? attn_mask, Tensor? seed, Tensor out, Tensor stats, "
-    "float scale, float dropout_p, bool is_causal) "
+    "float scale, float dropout_p, bool is_causal, bool weights_grad) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # attn_mask, positions, rate and radius keep their own sizes (1 or full in every leading dimension): their
