@@ -211,8 +211,11 @@ def test_ctrl_c_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peak_memory_sees_what_is_gone_again() -> None:
-    with PeakMemory() as memory:
-        torch.ones(64 * 2**20, dtype=torch.uint8)
-    if memory.bytes is None:
-        pytest.skip("the kernel does not reset the high-water mark of a process")
-    assert 60 * 2**20 < memory.bytes < 80 * 2**20
+    # The second time the allocator could serve the block from what it kept of the first.
+    for _ in range(2):
+        with PeakMemory() as memory:
+            parts = [torch.ones(2**20, dtype=torch.uint8) for _ in range(64)]
+            del parts
+        if memory.bytes is None:
+            pytest.skip("the kernel does not reset the high-water mark of a process")
+        assert 60 * 2**20 < memory.bytes < 80 * 2**20

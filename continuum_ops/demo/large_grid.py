@@ -72,10 +72,10 @@ def measure(side: int, head_dim: int, seed: int, threads: int) -> dict[str, Any]
     few = query[:, :64]
     continuum_attention(few, few, few)  # starts the threads before anything is measured
 
-    start, cpu_start = time.perf_counter(), time.process_time()
     with PeakMemory() as memory:
+        start, cpu_start = time.perf_counter(), time.process_time()
         out = continuum_attention(query, key, value, weights)
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     assert isinstance(out, Tensor)
 
     n = len(mesh)

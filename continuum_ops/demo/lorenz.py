@@ -159,9 +159,9 @@ def evaluate(
     model: ScaledTNO, data: Trajectories, mesh: Grid, weights: Weights, settings: Settings
 ) -> Evaluation:
     """Predict on a mesh and measure with its quadrature weights, whatever weights the model uses."""
-    start = time.perf_counter()
     with PeakMemory() as memory:
+        start = time.perf_counter()
         batches = data.input.split(settings.test_batch_size)
         prediction = torch.cat([model(u, mesh, weights) for u in batches])
-    seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
     return Evaluation(prediction, relative_l2(prediction, data.target, mesh.weights), seconds, memory.bytes)

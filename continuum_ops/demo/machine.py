@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from types import TracebackType
@@ -43,12 +44,16 @@ class PeakMemory:
     """Growth of the resident memory of this process at its highest point inside a ``with`` block.
 
     ``bytes`` is the growth, or None where the kernel does not let a process reset its high-water mark (it is
-    Linux's /proc/self/clear_refs). Memory that the allocator had kept from earlier work does not count.
+    Linux's /proc/self/clear_refs). glibc first gives back what it keeps of earlier work, which would
+    otherwise serve the block unseen; with another C library the growth may be too small.
     """
 
     bytes: int | None = None
 
     def __enter__(self) -> PeakMemory:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+        if trim is not None:
+            trim(0)
         try:
             with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
                 file.write("5")
