@@ -9,7 +9,6 @@ ninja or Python.h, or a compiler that fails, is an error.
 Environment: CXX, MAX_JOBS              compiler (default c++), parallel compilations
              CONTINUUM_OPS_NO_EXT=1     install without the extension (chunked PyTorch path)
              CONTINUUM_OPS_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
-             CONTINUUM_OPS_EMULATED=1   also the kernels "emulated512": AVX-512's tiles in portable code
 """
 
 import importlib.util
@@ -31,7 +30,6 @@ ROOT = Path(__file__).resolve().parent
 ON = ("1", "true", "yes")
 NO_EXT = os.environ.get("CONTINUUM_OPS_NO_EXT", "").lower() in ON
 SANITIZE = os.environ.get("CONTINUUM_OPS_SANITIZE", "").lower() in ON
-EMULATED = os.environ.get("CONTINUUM_OPS_EMULATED", "").lower() in ON
 CXX = os.environ.get("CXX", "c++")
 TORCH_MINIMUM = (2, 11)
 TORCH_TARGET = "0x020b000000000000"  # 2.11: hides anything newer of the stable ABI
@@ -43,8 +41,6 @@ AVX512 = "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width
 ISAS = {"generic": ""}
 if X86:
     ISAS |= {"avx2": AVX2, "avx512": AVX512}
-if EMULATED:
-    ISAS["emulated512"] = AVX2 if X86 else ""
 KERNELS = ["continuum_attention_kernel.cpp"]
 SOURCES = ["continuum_attention.cpp", "cpu_isa.cpp", "module.cpp"]
 
@@ -132,8 +128,6 @@ def ninja_file(target, torch):
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
         *(f"-isystem {shlex.quote(str(i))}" for i in includes),
     ]
-    if EMULATED:
-        torch_flags.append("-DCO_WITH_EMULATED512")
     link = [
         "-shared",
         f"-L{shlex.quote(str(torch / 'lib'))}",
@@ -174,7 +168,7 @@ class NinjaBuild(build_ext):
     def build_extension(self, ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        kind = "-sanitized" * SANITIZE + "-emulated" * EMULATED
+        kind = "-sanitized" * SANITIZE
         build = ROOT / "build" / f"ninja-{sysconfig.get_platform()}-{sys.implementation.cache_tag}{kind}"
         build.mkdir(parents=True, exist_ok=True)
         (build / "build.ninja").write_text(ninja_file(target, torch_dir()))

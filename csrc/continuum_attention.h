@@ -69,6 +69,5 @@ struct ContinuumAttentionKernels {
 namespace avx512 { extern const ContinuumAttentionKernels continuum_attention; }
 namespace avx2 { extern const ContinuumAttentionKernels continuum_attention; }
 namespace generic { extern const ContinuumAttentionKernels continuum_attention; }
-namespace emulated512 { extern const ContinuumAttentionKernels continuum_attention; }
 
 }  // namespace continuum_ops

@@ -17,9 +17,6 @@ std::vector<const ContinuumAttentionKernels*> available() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::continuum_attention);
 #endif
   found.push_back(&generic::continuum_attention);
-#if defined(CO_WITH_EMULATED512)
-  found.push_back(&emulated512::continuum_attention);
-#endif
   return found;
 }
 

@@ -16,9 +16,6 @@
 #elif defined(CO_ISA_avx2)
 #define CO_ISA avx2
 #define CO_VECTOR_BYTES 32
-#elif defined(CO_ISA_emulated512)  // the lanes and tiles of avx512 in portable code: for tests on other machines
-#define CO_ISA emulated512
-#define CO_VECTOR_BYTES 64
 #else
 #define CO_ISA generic
 #define CO_VECTOR_BYTES 16

@@ -1,0 +1,247 @@
+// What forward and backward share: the sizes of blocks, loading and masking them, and the products of their tiles.
+#pragma once
+
+#include "continuum_attention.h"
+#include "philox.h"
+#include "simd.h"
+
+namespace continuum_ops::CO_ISA {
+namespace {
+
+template <class T> struct Shape {
+  static constexpr int L = lanes<T>;
+#if defined(CO_ISA_avx2)
+  static constexpr int R = 4, C = 3, groups = 2;  // 12 accumulators of 16 registers
+#elif defined(CO_ISA_avx512)
+  static constexpr int R = 4, C = 4, groups = 1;  // 16 accumulators of 32 registers: the exponential needs the others
+#else
+  static constexpr int R = 4, C = 2, groups = 4;
+#endif
+  static constexpr int QB = groups * C * L;  // queries per block
+};
+constexpr int KB = 64;         // keys per block
+constexpr int PAD = 16;        // zero rows behind a block, for tiles that overhang it
+constexpr int STRIP = 4;       // blocks of queries that meet a block of keys while it is in the cache
+constexpr int RUN = 16;        // key blocks whose sums are added up before they join the total: keeps rounding errors small
+constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and products stay far from overflow
+constexpr double MIN_BIAS = -80;
+constexpr int64_t FEW_KEYS = 512;
+constexpr double TOLERANCE = 24;
+
+struct Arena {
+  char* at;
+  template <class T> T* take(int64_t count) {
+    T* p = reinterpret_cast<T*>(at);
+    at += (size_t(count) * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+CO_INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+template <class T> CO_INLINE void fill(T* p, int64_t n, T x) {
+  for (int64_t i = 0; i < n; ++i) p[i] = x;
+}
+
+template <class S> CO_INLINE const S* lead_base(const Operand& o, int64_t lead) {
+  return static_cast<const S*>(o.data) + o.lead_offset[lead];
+}
+
+CO_INLINE int64_t key_place(const KeySet& keys, int64_t j) { return keys.index ? keys.index[j] : j; }
+
+// ---- loading ---------------------------------------------------------------------------------------------------------
+template <class T> struct KeyBlock {
+  const T *key, *value, *bias;  // bias may be null
+  ptrdiff_t ldk, ldv;
+  int64_t first, count;
+};
+
+// Rows are read in place where they can be, else copied (and converted, and gathered) to `buffer`.
+template <class T, class S>
+CO_INLINE const T* load_rows(const Operand& o, const S* base, const KeySet& keys, int64_t first, int64_t count, int64_t width,
+                             T* buffer, ptrdiff_t* ld) {
+  if constexpr (sizeof(T) == sizeof(S)) {
+    if (!keys.index && (o.column_stride == 1 || width <= 1)) {
+      *ld = o.row_stride;
+      return base + first * o.row_stride;
+    }
+  }
+  for (int64_t j = 0; j < count; ++j) {
+    const S* row = base + key_place(keys, first + j) * o.row_stride;
+    T* to = buffer + j * width;
+    if (o.column_stride == 1) {
+      for (int64_t c = 0; c < width; ++c) to[c] = widen(row[c]);
+    } else {
+      for (int64_t c = 0; c < width; ++c) to[c] = widen(row[c * o.column_stride]);
+    }
+  }
+  *ld = width;
+  return buffer;
+}
+
+template <class T, class S>
+CO_INLINE KeyBlock<T> load_keys(const AttentionProblem& a, int64_t lead, int64_t first, int64_t count, T* key_buffer, T* value_buffer) {
+  const KeySet& keys = a.keys[lead];
+  KeyBlock<T> b;
+  b.first = first;
+  b.count = count;
+  b.bias = keys.bias ? static_cast<const T*>(keys.bias) + first : nullptr;
+  b.key = load_rows<T, S>(a.key, lead_base<S>(a.key, lead), keys, first, count, a.d, key_buffer, &b.ldk);
+  b.value = load_rows<T, S>(a.value, lead_base<S>(a.value, lead), keys, first, count, a.dv, value_buffer, &b.ldv);
+  return b;
+}
+
+template <class T, class S> double max_norm_of(const AttentionProblem& a, int64_t lead, const KeySet& keys) {
+  const S* base = lead_base<S>(a.key, lead);
+  T most = 0;
+  for (int64_t j = 0; j < keys.count; ++j) {
+    const S* row = base + key_place(keys, j) * a.key.row_stride;
+    T sum = 0;
+    int64_t c = 0;
+    if constexpr (sizeof(T) == sizeof(S)) {
+      if (a.key.column_stride == 1) {
+        Vec<T> s = Vec<T>{};
+        for (; c + lanes<T> <= a.d; c += lanes<T>) {
+          const Vec<T> x = load_unaligned<T>(row + c);
+          s = fma(x, x, s);
+        }
+        for (int i = 0; i < lanes<T>; ++i) sum += s[i];
+      }
+    }
+    for (; c < a.d; ++c) {
+      const T x = widen(row[c * a.key.column_stride]);
+      sum += x * x;
+    }
+    if (!(sum <= most)) most = sum;  // a NaN sticks: every comparison with it fails, and the caller's does too
+    if (most != most) break;
+  }
+  return __builtin_sqrt(double(most));
+}
+
+// to[c * QB + i] = x[i, c] * factor: queries in lanes. Lanes past `count` are zero.
+template <class T, class S, int QB>
+CO_INLINE void transpose_rows(const S* x, const Operand& o, int64_t count, int64_t width, T factor, T* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const S* row = x + i * o.row_stride;
+    for (int64_t c = 0; c < width; ++c) to[c * QB + i] = widen(row[c * o.column_stride]) * factor;
+  }
+  if (count < QB) {
+    for (int64_t c = 0; c < width; ++c) fill<T>(to + c * QB + count, QB - count, T(0));
+  }
+}
+
+// Is |exponent| <= BOUND for all scores of these queries?
+template <class T, int QB> bool is_bounded(const T* query, int64_t count, int64_t d, const KeySet& keys) {
+  if (keys.count <= FEW_KEYS || !(keys.min_bias >= MIN_BIAS)) return false;
+  for (int64_t i = 0; i < count; i += lanes<T>) {
+    Vec<T> s = Vec<T>{};
+    for (int64_t c = 0; c < d; ++c) {
+      const Vec<T> x = load(query + c * QB + i);
+      s = fma(x, x, s);
+    }
+    for (int l = 0; l < lanes<T>; ++l) {
+      if (!(__builtin_sqrt(double(s[l])) * keys.max_norm <= BOUND)) return false;
+    }
+  }
+  return true;
+}
+
+enum class Kept { none, some, all };
+
+// Which (key, query) pairs of a block count, beyond the keys that do not exist at all: to[j * QB + i] is all ones or zero.
+template <class T, int QB>
+Kept block_mask(const AttentionProblem& a, int64_t lead, int64_t i0, int64_t nq, int64_t first, int64_t count,
+                typename LaneInt<T>::type* to) {
+  const KeySet& keys = a.keys[lead];
+  const bool causal = a.is_causal && key_place(keys, first + count - 1) > i0;
+  if (causal && key_place(keys, first) > i0 + nq - 1) return Kept::none;
+  if (!causal && !a.mask.data) return Kept::all;
+  const uint8_t* mask = a.mask.data ? lead_base<uint8_t>(a.mask, lead) + i0 * a.mask.row_stride : nullptr;
+  int64_t kept = 0;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t k = key_place(keys, first + j);
+    auto* row = to + j * QB;
+    for (int64_t i = 0; i < nq; ++i) {
+      bool keep = !causal || k <= i0 + i;
+      if (mask) keep &= mask[i * a.mask.row_stride + k * a.mask.column_stride] != 0;
+      kept += keep;
+      row[i] = keep ? -1 : 0;
+    }
+    for (int64_t i = nq; i < QB; ++i) row[i] = 0;
+  }
+  return kept == 0 ? Kept::none : kept == nq * count ? Kept::all : Kept::some;
+}
+
+// to[j * QB + i] = 0 where the probability is dropped, else 1 / (1 - p).
+template <class T, int QB>
+void dropout_factors(const AttentionProblem& a, int64_t lead, int64_t i0, int64_t nq, int64_t first, int64_t count, T* to) {
+  const KeySet& keys = a.keys[lead];
+  const uint64_t threshold = uint64_t(a.dropout_p * 4294967296.0);
+  const T factor = a.dropout_p < 1 ? T(1 / (1 - a.dropout_p)) : T(0);
+  for (int64_t i = 0; i < nq; ++i) {
+    int64_t quad = -1;
+    PhiloxWords words{};
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t k = key_place(keys, first + j);
+      if (k >> 2 != quad) {
+        quad = k >> 2;
+        words = philox(a.seed, uint32_t(quad), uint32_t(i0 + i), uint64_t(lead));
+      }
+      to[j * QB + i] = uint64_t(words.w[k & 3]) < threshold ? T(0) : factor;
+    }
+  }
+}
+
+// ---- scores ----------------------------------------------------------------------------------------------------------
+// acc[r][c] = log2 w + scaled score of R keys from key j of the block and C vectors of queries. Rows past the block repeat its last row.
+template <class T, int R, int C, int QB>
+CO_INLINE void score_tile(Vec<T> (&acc)[R][C], const KeyBlock<T>& b, int64_t j, const T* query, int64_t d) {
+  const T* rows[R];
+  CO_UNROLL
+  for (int r = 0; r < R; ++r) {
+    rows[r] = b.key + smaller<int64_t>(j + r, b.count - 1) * b.ldk;
+    CO_UNROLL
+    for (int c = 0; c < C; ++c) acc[r][c] = Vec<T>{};
+  }
+  multiply_rows<T, R, C>(acc, rows, query, QB, d);
+  if (b.bias) {  // after the product: starting from a large log w would round every partial sum at its size
+    CO_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Vec<T> bias = broadcast(b.bias[smaller<int64_t>(j + r, b.count - 1)]);
+      CO_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] += bias;
+    }
+  }
+}
+
+// to[r, i] += a[x, r] b[x, i]: R channels x C vectors of queries, summed over the keys x of a block.
+template <class T, int R, int C, int QB>
+CO_INLINE void mix_tile(const T* a, ptrdiff_t lda, const T* b, int64_t depth, T* to) {
+  Vec<T> acc[R][C] = {};
+  multiply_columns<T, R, C>(acc, a, lda, b, QB, depth);
+  CO_UNROLL
+  for (int r = 0; r < R; ++r) {
+    CO_UNROLL
+    for (int c = 0; c < C; ++c) {
+      T* t = to + r * QB + c * lanes<T>;
+      store(t, load(t) + acc[r][c]);
+    }
+  }
+}
+
+template <class T> void mix(const T* a, ptrdiff_t lda, int64_t width, const T* b, int64_t depth, int64_t active, T* to) {
+  using Sh = Shape<T>;
+  constexpr int QB = Sh::QB, C = Sh::C;
+  for (int64_t q = 0; q < active; q += C * lanes<T>) {
+    int64_t r = 0;
+    for (; r + 4 <= width; r += 4) mix_tile<T, 4, C, QB>(a + r, lda, b + q, depth, to + r * QB + q);
+    if (r + 2 <= width) {
+      mix_tile<T, 2, C, QB>(a + r, lda, b + q, depth, to + r * QB + q);
+      r += 2;
+    }
+    if (r < width) mix_tile<T, 1, C, QB>(a + r, lda, b + q, depth, to + r * QB + q);
+  }
+}
+
+}  // namespace
+}  // namespace continuum_ops::CO_ISA
