@@ -72,11 +72,8 @@ template <class T, int R, int C>
 CO_INLINE void outer_tile(const T* p, int64_t j, int64_t live, const T* x, ptrdiff_t ldx, int64_t nq, const KeySet& keys, int64_t first,
                           T* to, int64_t width, int64_t c0) {
   constexpr int QB = Shape<T>::QB, L = lanes<T>;
-  const T* rows[R];
-  CO_UNROLL
-  for (int r = 0; r < R; ++r) rows[r] = p + (j + r) * QB;
   Vec<T> acc[R][C] = {};
-  multiply_rows<T, R, C>(acc, rows, x + c0, ldx, nq);
+  multiply_spaced_rows<T, R, C, QB>(acc, p + j * QB, x + c0, ldx, nq);
   CO_UNROLL
   for (int r = 0; r < R; ++r) {
     if (r >= live) break;

@@ -46,9 +46,10 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
       score_tile<T, R, C, QB>(acc, b, j, query + q, d);
       const int64_t live = b.count - j;
       if constexpr (MASKED) {
-        for (int r = 0; r < R && r < live; ++r) {
+        for (int r = 0; r < R; ++r) {  // with the rows past the block: they repeat its last one, mask and all
+          const auto* row = mask + smaller<int64_t>(j + r, b.count - 1) * QB + q;
           for (int c = 0; c < C; ++c) {
-            const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + (j + r) * QB + q + c * L);
+            const auto keep = *reinterpret_cast<const MaskVec<T>*>(row + c * L);
             acc[r][c] = keep ? acc[r][c] : broadcast(T(-__builtin_inf()));
           }
         }
@@ -129,7 +130,7 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     transpose_rows<T, S, QB>(lead_base<S>(a.query, lead) + x.i0 * a.query.row_stride, a.query, x.nq, a.d,
                              T(a.scale * 1.4426950408889634074), x.query);
     x.bounded = is_bounded<T, QB>(x.query, x.nq, a.d, keys);
-    fill<T>(x.st.shift, QB, x.bounded ? T(0) : T(-__builtin_inf()));
+    fill<T>(x.st.shift, QB, x.bounded ? T(0) : NO_SHIFT);
     fill<T>(x.st.sum, QB, T(0));
     fill<T>(x.st.sum_total, QB, T(0));
     fill<T>(x.st.out, a.dv * QB, T(0));
@@ -176,7 +177,9 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     T* lse = static_cast<T*>(o.lse) + row0;
     T* stats = static_cast<T*>(o.stats) + 2 * row0;
     for (int64_t i = 0; i < x.nq; ++i) {
-      const T sum = x.st.sum_total[i];
+      // No score above -inf (and none NaN): nothing to attend to.
+      const bool nothing = x.st.shift[i] == NO_SHIFT && x.st.sum_total[i] == x.st.sum_total[i];
+      const T sum = nothing ? T(0) : x.st.sum_total[i];
       const bool empty = sum == T(0);
       const T shift = empty ? T(0) : x.st.shift[i];
       stats[2 * i] = shift;

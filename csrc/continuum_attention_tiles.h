@@ -27,6 +27,8 @@ constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and
 constexpr double MIN_BIAS = -80;
 constexpr int64_t FEW_KEYS = 512;
 constexpr double TOLERANCE = 24;
+// Before the first score. Finite, so that a score of -inf counts as nothing instead of as -inf - (-inf).
+constexpr float NO_SHIFT = -0x1p120f;
 
 struct Arena {
   char* at;

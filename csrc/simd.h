@@ -159,6 +159,23 @@ CO_INLINE void multiply_rows(Vec<T> (&acc)[R][C], const T* const (&rows)[R], con
   }
 }
 
+// acc[r][c] += sum_x a[r * SPACING + x] * b[x * ldb + c * lanes]: one address with constant distances serves all rows.
+template <class T, int R, int C, int SPACING>
+CO_INLINE void multiply_spaced_rows(Vec<T> (&acc)[R][C], const T* a, const T* b, ptrdiff_t ldb, int64_t depth) {
+#pragma GCC unroll 2
+  for (int64_t x = 0; x < depth; ++x) {
+    Vec<T> bv[C];
+    CO_UNROLL
+    for (int c = 0; c < C; ++c) bv[c] = load(b + x * ldb + c * lanes<T>);
+    CO_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Vec<T> s = broadcast(a[x + r * SPACING]);
+      CO_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(s, bv[c], acc[r][c]);
+    }
+  }
+}
+
 // acc[r][c] += sum_x a[x * lda + r] * b[x * ldb + c * lanes]
 template <class T, int R, int C>
 CO_INLINE void multiply_columns(Vec<T> (&acc)[R][C], const T* a, ptrdiff_t lda, const T* b, ptrdiff_t ldb, int64_t depth) {

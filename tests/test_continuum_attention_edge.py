@@ -394,3 +394,29 @@ def test_memory_of_the_chunked_path_is_bounded(monkeypatch):
         grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
     assert max(largest) <= 1000, max(largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=names)
+@pytest.mark.parametrize("m", [1, 3, 5, 6, 63, 67])
+@pytest.mark.parametrize("kind", ["causal", "mask"])
+def test_a_hidden_key_does_not_set_the_scale(path, dtype, m, kind):
+    # Scores that rise by 60 from key to key: the keys that a query must not see would drown the others.
+    query, value = torch.ones(1, m, 1, dtype=dtype), draw((1, m, 3), dtype, 4)
+    key = 60 * torch.arange(m, dtype=dtype)[None, :, None]
+    triangle = torch.ones(m, m, dtype=torch.bool).tril()
+    options = {"is_causal": True} if kind == "causal" else {"attn_mask": triangle}
+    check(query, key, value, scale=1.0, **options)
+    out, lse = attend(query, key, value, scale=1.0, **options)
+    torch.testing.assert_close(out, value, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lse, key[..., 0], rtol=2e-7, atol=1e-6)
+
+
+def test_scores_of_minus_infinity_count_as_nothing(path):
+    query, value = torch.ones(1, 2, 1), draw((1, 9, 2), torch.float32, 4)
+    key = torch.full((1, 9, 1), -math.inf)
+    key[0, 6:] = torch.tensor([0.0, 1.0, 2.0])[:, None]
+    expected = torch.tensor([0.0, 1.0, 2.0]).softmax(0) @ value[0, 6:]
+    out, _ = attend(query, key, value, scale=1.0)
+    torch.testing.assert_close(out, expected.expand(1, 2, 2), rtol=0, atol=1e-6)
+    out, lse = attend(query, key[:, :6], value[:, :6], scale=1.0)  # as a float mask of -inf: nothing is left
+    assert (out == 0).all() and (lse == -math.inf).all()
