@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class Grid(Mesh):
     def uniform(
         cls,
         shape: int | Sequence[int],
-        bounds: Sequence[Sequence[float]] | None = None,
+        bounds: Sequence[Any] | None = None,
         kind: str | Sequence[str] = "endpoint",
         *,
         dtype: torch.dtype = torch.float64,
@@ -136,7 +137,7 @@ class Grid(Mesh):
 
         Args:
             shape: number of points per axis; an int makes a 1-D grid.
-            bounds: (lo, hi) per axis; None for the unit cube.
+            bounds: (lo, hi) per axis, on one axis also (lo, hi) alone; None for the unit cube.
             kind: one name for all axes or one per axis.
             dtype: dtype of points and weights (these at least float32).
             device: None for the CPU.
@@ -145,8 +146,12 @@ class Grid(Mesh):
             ValueError: too few points, or bounds that do not fit the shape or are not finite with lo < hi.
         """
         counts = (shape,) if isinstance(shape, int) else tuple(shape)
+        if bounds is not None and not isinstance(bounds, Sequence):
+            raise TypeError(
+                f"bounds must be (lo, hi) for each axis, got {bounds!r}; sizes go in a tuple: (8, 8)"
+            )
         kinds = _kinds(kind, len(counts))
-        box = [(0.0, 1.0)] * len(counts) if bounds is None else [(float(lo), float(hi)) for lo, hi in bounds]
+        box = [(0.0, 1.0)] * len(counts) if bounds is None else _box(bounds)
         if len(box) != len(counts):
             raise ValueError(f"bounds must be (lo, hi) for each of {len(counts)} axes, got {len(box)}")
         axes, weights, period = [], [], []
@@ -349,6 +354,14 @@ def _require_nonnegative(w: Tensor, name: str) -> None:
     quadrature._require_finite(values, name)
     if bool((values < 0).any()):
         raise ValueError(f"{name} must be >= 0, got {values.min().item():g}")
+
+
+def _box(bounds: Sequence[Any]) -> list[tuple[float, float]]:
+    pairs = [bounds] if len(bounds) == 2 and all(isinstance(b, (int, float)) for b in bounds) else bounds
+    try:
+        return [(float(lo), float(hi)) for lo, hi in pairs]
+    except (TypeError, ValueError):
+        raise ValueError(f"bounds must be (lo, hi) for each axis, got {bounds!r}") from None
 
 
 def _kinds(kind: str | Sequence[str], d: int) -> tuple[str, ...]:

@@ -102,9 +102,9 @@ class KeySets {
     T most = 0, least = std::numeric_limits<T>::infinity();
     int64_t count = 0;
     for (int64_t k = 0; k < m; ++k) {
-      if (w && !(w[k * w_stride] >= T(0))) {
-        throw std::invalid_argument("weights must be >= 0 and not NaN, got " + std::to_string(w[k * w_stride]) + " for key " +
-                                    std::to_string(k));
+      if (w && !(w[k * w_stride] >= T(0) && w[k * w_stride] <= std::numeric_limits<T>::max())) {
+        throw std::invalid_argument("continuum_attention: weights must be >= 0 and finite, got " + std::to_string(w[k * w_stride]) +
+                                    " for key " + std::to_string(k));
       }
       if (!alive(k)) continue;
       ++count;

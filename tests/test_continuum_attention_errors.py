@@ -117,9 +117,9 @@ def test_distance_terms_need_positions(terms):
         call(**terms)
 
 
-@pytest.mark.parametrize("bad", [-1e-9, -math.inf, math.nan])
+@pytest.mark.parametrize("bad", [-1e-9, -math.inf, math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_negative_or_nan_weights(path, bad, dtype):
+def test_negative_nan_or_infinite_weights(path, bad, dtype):
     q, k, v = qkv((2, 3), 5, 7, 4, 6, dtype)
     w = ones(3, 7)
     w[1, 4] = bad
@@ -133,6 +133,29 @@ def test_negative_or_nan_rate_and_radius(bad):
         call(**{**POSITIONS, "rate": torch.tensor([1.0, bad, 1.0])})
     with pytest.raises(ValueError, match="radius must be >= 0"):
         call(**{**POSITIONS, "radius": torch.tensor([1.0, bad, 1.0, 1.0, 1.0])})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"weights": co.Grid.uniform(7)}, "weights must be a Tensor, got Grid; pass its .weights"),
+        ({"weights": ones(7).bool()}, "got torch.bool; a mask is passed as attn_mask="),
+        ({"weights": ones(7).to_sparse()}, r"weights must be a dense \(strided\) tensor"),
+        ({"query": ones(2, 3, 5, 4).to_sparse()}, r"query must be a dense \(strided\) tensor"),
+    ],
+)
+def test_what_is_easily_mistaken_for_a_tensor_of_weights(changes, message):
+    with pytest.raises(TypeError, match=f"^continuum_attention: .*{message}"):
+        call(**changes)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "weights"])
+def test_forward_mode_raises(name):
+    q, k, v = qkv((2, 3), 5, 7, 4, 6)
+    inputs = {"query": q, "key": k, "value": v, "weights": ones(7).double()}
+    tangent = torch.ones_like(inputs[name])
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+        torch.func.jvp(lambda t: co.continuum_attention(**{**inputs, name: t}), (inputs[name],), (tangent,))
 
 
 def test_negative_weights_are_refused_in_a_compiled_function():

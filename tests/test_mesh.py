@@ -373,3 +373,12 @@ def test_attention_on_scattered_points_in_2d() -> None:
     cloud = co.PointCloud.voronoi(points, [(0, 1), (0, 1)])
     assert (attend(cloud, cloud.weights) - exact).abs().max() < 5e-3
     assert (attend(cloud, None) - exact).abs().max() > 0.1
+
+
+def test_bounds_of_one_axis_and_bounds_that_are_none():
+    assert torch.equal(co.Grid.uniform(3, (2.0, 4.0)).axes[0], torch.tensor([2.0, 3.0, 4.0]).double())
+    assert torch.equal(co.Grid.uniform(3, [(2.0, 4.0)]).axes[0], torch.tensor([2.0, 3.0, 4.0]).double())
+    with pytest.raises(TypeError, match=r"bounds must be \(lo, hi\) for each axis, got 8"):
+        co.Grid.uniform(8, 8)
+    with pytest.raises(ValueError, match=r"bounds must be \(lo, hi\) for each axis, got \(1, 2, 3\)"):
+        co.Grid.uniform((4, 4, 4), (1, 2, 3))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 OP = "continuum_attention"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -17,6 +18,8 @@ def check_tensor(name: str, value: Any, like: Tensor | None = None) -> None:
     """A tensor, and on the device of `like`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{OP}: {name} must be a Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{OP}: {name} must be a dense (strided) tensor, got layout {value.layout}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{OP}: {name} must be on query's device {like.device}, got {value.device}")
 
@@ -69,7 +72,15 @@ def check_broadcastable(name: str, tensor: Tensor, shape: Sequence[int], what: s
 
 
 def check_weights(weights: Any, query: Tensor, shape: Sequence[int]) -> None:
+    if not isinstance(weights, Tensor) and isinstance(getattr(weights, "weights", None), Tensor):
+        raise TypeError(
+            f"{OP}: weights must be a Tensor, got {type(weights).__name__}; pass its .weights attribute"
+        )
     check_tensor("weights", weights, like=query)
+    if weights.dtype == torch.bool:
+        raise TypeError(
+            f"{OP}: weights must be a floating-point tensor, got torch.bool; a mask is passed as attn_mask="
+        )
     check_floating("weights", weights)
     check_broadcastable("weights", weights, shape, "(..., H, M)")
 
@@ -85,6 +96,16 @@ def check_mask(attn_mask: Any, query: Tensor, shape: Sequence[int], is_causal: b
             f"{OP}: attn_mask must be bool (True = attend) or floating-point, got {attn_mask.dtype}"
         )
     check_broadcastable("attn_mask", attn_mask, shape, "(..., H, N, M)")
+
+
+def check_no_tangents(values: Sequence[Any]) -> None:
+    """Forward-mode derivatives would silently be zero: say so instead."""
+    for value in values:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                f"{OP}: forward-mode derivatives (torch.func.jvp, jacfwd, make_dual) are not implemented; "
+                "torch.autograd.functional.jvp takes two reverse passes instead"
+            )
 
 
 def check_numbers(dropout_p: Any, scale: Any) -> None:

@@ -94,6 +94,8 @@ def _check_values(x: Inputs) -> None:
                 f"continuum_attention: {name} must be >= 0 and not NaN, got a smallest value of "
                 f"{tensor.detach().min().item()}"
             )
+    if x.weights is not None and bool(x.weights.isinf().any()):
+        raise ValueError("continuum_attention: weights must be >= 0 and finite, got inf")
 
 
 def _blocks(x: Inputs) -> Iterator[tuple[int, int]]:

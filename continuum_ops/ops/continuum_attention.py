@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _continuum_attention_autograd  # noqa: F401  (registers the operators)
 from . import _continuum_attention_checks as checks
@@ -49,9 +50,10 @@ def continuum_attention(
         key: (..., H, M, D), query's dtype.
         value: (..., H, M, Dv), query's dtype. Leading dimensions are any number, equal or broadcastable;
             strided and expanded tensors are read in place.
-        weights: quadrature weights >= 0, broadcastable to (..., H, M), any floating dtype, used as float32
-            (float64 for float64 queries). A weight of 0 removes its key. A constant factor leaves the
-            output as it is. None: ones.
+        weights: quadrature weights >= 0 and finite, broadcastable to (..., H, M), so that (B, M) weights of a
+            batch are passed as ``weights[:, None]``; any floating dtype, used as float32 (float64 for
+            float64 queries; what float32 rounds to 0, below about 1e-45, counts as 0). A weight of 0 removes
+            its key. A constant factor leaves the output as it is. None: ones.
         attn_mask: broadcastable to (..., H, N, M): bool (True = attend) or floating, which is added to the
             scores (-inf removes a key) and receives a gradient.
         dropout_p: probability in [0, 1] with which a normalised attention weight is set to 0, the others
@@ -79,13 +81,15 @@ def continuum_attention(
     to a 16-bit dtype once.
 
     Gradients exist for query, key, value, weights, a floating attn_mask, query_pos, key_pos and rate,
-    through out and lse, and so do second derivatives; third derivatives raise. Under autocast, query, key
+    through out and lse, and so do second derivatives; third derivatives and
+    forward-mode derivatives raise. Under autocast, query, key
     and value take the autocast dtype (unless they are float64) and nothing else does.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device or value; on the CPU also a negative or NaN weight, rate or radius
-            (elsewhere, where a look at the values would wait for the device, the affected rows become NaN).
+        ValueError: a wrong shape, device or value; on the CPU also a negative, NaN or infinite weight and a
+            negative or NaN rate or radius (elsewhere, where a look at the values would wait for the device,
+            the affected rows become NaN).
 
     Example:
         >>> x = co.quadrature.gauss_legendre(64, 0.0, 1.0)
@@ -97,6 +101,8 @@ def continuum_attention(
     if _is_autocast(query.device.type):
         query, key, value = (_autocast(t, query.device.type) for t in (query, key, value))
     leads = checks.check_qkv(query, key, value)
+    if forward_ad._current_level >= 0:
+        checks.check_no_tangents([query, key, value, weights, attn_mask, query_pos, key_pos, rate])
     checks.check_numbers(dropout_p, scale)
     rows, keys = query.shape[-2], key.shape[-2]
     if weights is not None:

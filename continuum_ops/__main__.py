@@ -1,0 +1,5 @@
+"""``python -m continuum_ops``: the command line."""
+
+from .cli import main
+
+main()
