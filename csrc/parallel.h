@@ -6,18 +6,52 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <memory>
 #include <new>
 
 namespace continuum_ops {
 
-using Scratch = std::unique_ptr<void, decltype(&std::free)>;
+// Scratch of the calling thread. Small pieces are kept for its next call: taking fresh pages costs more than a small
+// problem. Under AddressSanitizer nothing is kept, so that every overrun is seen.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) {
+    if (bytes == 0) return;
+    static thread_local Kept kept;
+    if (bytes <= KEEP) {
+      if (kept.bytes < bytes) {
+        std::free(kept.data);
+        kept.data = nullptr, kept.bytes = 0;
+        kept.data = allocate(bytes), kept.bytes = bytes;
+      }
+      data_ = kept.data;
+    } else {
+      data_ = owned_ = allocate(bytes);
+    }
+  }
+  ~Scratch() { std::free(owned_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* get() const { return data_; }
 
-inline Scratch make_scratch(size_t bytes) {
-  void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
-  if (!p) throw std::bad_alloc();
-  return {p, &std::free};
-}
+ private:
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr size_t KEEP = 0;
+#else
+  static constexpr size_t KEEP = size_t(4) << 20;
+#endif
+  struct Kept {
+    void* data = nullptr;
+    size_t bytes = 0;
+    ~Kept() { std::free(data); }
+  };
+  void *data_ = nullptr, *owned_ = nullptr;
+
+  static void* allocate(size_t bytes) {
+    void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!p) throw std::bad_alloc();
+    return p;
+  }
+};
 
 // f(task, scratch); `work` estimates the multiplications of all tasks: small jobs are not worth waking threads for.
 template <class F> void run_tasks(int64_t tasks, double work, size_t scratch_bytes, F f) {
@@ -25,7 +59,7 @@ template <class F> void run_tasks(int64_t tasks, double work, size_t scratch_byt
   const int64_t threads = work < 2e5 ? 1 : std::min<int64_t>(torch::stable::get_num_threads(), tasks);
   std::atomic<int64_t> next{0};
   auto worker = [&] {
-    const Scratch scratch = make_scratch(scratch_bytes);
+    const Scratch scratch(scratch_bytes);
     for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(t, scratch.get());
   };
   if (threads == 1) {
