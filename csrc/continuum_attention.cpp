@@ -168,8 +168,9 @@ struct Problem {
     a.seed = dropout_p > 0 ? uint64_t(*static_cast<const int64_t*>(seed->const_data_ptr())) : 0;
 
     // A mask that is the same for every query removes keys; only one that differs needs a look per score.
-    const bool key_mask = attn_mask && (attn_mask->stride(dims - 2) == 0 || a.n == 1);
-    if (attn_mask && !key_mask) {
+    const bool masked = attn_mask && a.n > 0 && a.m > 0;  // an empty mask has no data to look at
+    const bool key_mask = masked && (attn_mask->stride(dims - 2) == 0 || a.n == 1);
+    if (masked && !key_mask) {
       mask.emplace(*attn_mask);
       a.mask = mask->operand;
     }

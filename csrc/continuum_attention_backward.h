@@ -34,14 +34,7 @@ void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* g
           store(p_out + (j + r) * QB + q + c * L, p);
         }
       }
-      const T* rows[R];
-      CO_UNROLL
-      for (int r = 0; r < R; ++r) {
-        rows[r] = b.value + smaller<int64_t>(j + r, b.count - 1) * b.ldv;
-        CO_UNROLL
-        for (int c = 0; c < C; ++c) acc[r][c] = Vec<T>{};
-      }
-      multiply_rows<T, R, C>(acc, rows, grad + q, QB, dv);
+      product_tile<T, R, C, QB>(acc, b.value, b.ldv, j, b.count, grad + q, dv);
       CO_UNROLL
       for (int c = 0; c < C; ++c) {
         const Vec<T> dl = load(delta + q + c * L), gl = load(grad_lse + q + c * L);
@@ -132,7 +125,7 @@ void load_backward_block(const AttentionProblem& a, const AttentionGradients& g,
   const T* stats = static_cast<const T*>(g.stats) + 2 * row0;
   const T* grad_lse = g.grad_lse ? static_cast<const T*>(g.grad_lse) + row0 : nullptr;
   transpose_rows<T, S, QB>(q, a.query, x.nq, a.d, T(a.scale * 1.4426950408889634074), x.query);
-  x.bounded = is_bounded<T, QB>(x.query, x.nq, a.d, a.keys[g.lead]);
+  x.bounded = is_bounded<T, QB>(a, x.query, x.nq, a.keys[g.lead]);
   fill<T>(x.shift, QB, T(0));
   fill<T>(x.delta, QB, T(0));
   fill<T>(x.grad_lse, QB, T(0));

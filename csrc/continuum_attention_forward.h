@@ -129,7 +129,7 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
             T(keys.count <= FEW_KEYS ? 0 : TOLERANCE)};
     transpose_rows<T, S, QB>(lead_base<S>(a.query, lead) + x.i0 * a.query.row_stride, a.query, x.nq, a.d,
                              T(a.scale * 1.4426950408889634074), x.query);
-    x.bounded = is_bounded<T, QB>(x.query, x.nq, a.d, keys);
+    x.bounded = is_bounded<T, QB>(a, x.query, x.nq, keys);
     fill<T>(x.st.shift, QB, x.bounded ? T(0) : NO_SHIFT);
     fill<T>(x.st.sum, QB, T(0));
     fill<T>(x.st.sum_total, QB, T(0));

@@ -24,7 +24,8 @@ constexpr int PAD = 16;        // zero rows behind a block, for tiles that overh
 constexpr int STRIP = 4;       // blocks of queries that meet a block of keys while it is in the cache
 constexpr int RUN = 16;        // key blocks whose sums are added up before they join the total: keeps rounding errors small
 constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and products stay far from overflow
-constexpr double MIN_BIAS = -80;
+constexpr double MIN_BIAS = -80, MIN_BIAS_MASKED = -20;  // a mask may leave a row nothing but the keys of least weight
+constexpr int64_t SHORT_SUM = 64;  // longer products are summed in pieces of this length: smaller rounding errors
 constexpr int64_t FEW_KEYS = 512;
 constexpr double TOLERANCE = 24;
 // Before the first score. Finite, so that a score of -inf counts as nothing instead of as -inf - (-inf).
@@ -133,8 +134,10 @@ CO_INLINE void transpose_rows(const S* x, const Operand& o, int64_t count, int64
 }
 
 // Is |exponent| <= BOUND for all scores of these queries?
-template <class T, int QB> bool is_bounded(const T* query, int64_t count, int64_t d, const KeySet& keys) {
-  if (keys.count <= FEW_KEYS || !(keys.min_bias >= MIN_BIAS)) return false;
+template <class T, int QB> bool is_bounded(const AttentionProblem& a, const T* query, int64_t count, const KeySet& keys) {
+  const double min_bias = a.is_causal || a.mask.data ? MIN_BIAS_MASKED : MIN_BIAS;
+  if (keys.count <= FEW_KEYS || !(keys.min_bias >= min_bias)) return false;
+  const int64_t d = a.d;
   for (int64_t i = 0; i < count; i += lanes<T>) {
     Vec<T> s = Vec<T>{};
     for (int64_t c = 0; c < d; ++c) {
@@ -195,17 +198,47 @@ void dropout_factors(const AttentionProblem& a, int64_t lead, int64_t i0, int64_
 }
 
 // ---- scores ----------------------------------------------------------------------------------------------------------
-// acc[r][c] = log2 w + scaled score of R keys from key j of the block and C vectors of queries. Rows past the block repeat its last row.
 template <class T, int R, int C, int QB>
-CO_INLINE void score_tile(Vec<T> (&acc)[R][C], const KeyBlock<T>& b, int64_t j, const T* query, int64_t d) {
+__attribute__((noinline)) void long_product(const T* const (&rows)[R], const T* b, int64_t depth, Vec<T> (&total)[R][C]) {
+  for (int64_t x = 0; x < depth; x += SHORT_SUM) {
+    const T* part[R];
+    Vec<T> acc[R][C] = {};
+    for (int r = 0; r < R; ++r) part[r] = rows[r] + x;
+    multiply_rows<T, R, C>(acc, part, b + x * QB, QB, smaller<int64_t>(SHORT_SUM, depth - x));
+    for (int r = 0; r < R; ++r) {
+      for (int c = 0; c < C; ++c) total[r][c] = x == 0 ? acc[r][c] : total[r][c] + acc[r][c];
+    }
+  }
+}
+
+// acc = rows b for R rows (keys or values) from row j of the block, C vectors of queries. Rows past the block repeat its last one.
+template <class T, int R, int C, int QB>
+CO_INLINE void product_tile(Vec<T> (&acc)[R][C], const T* data, ptrdiff_t ld, int64_t j, int64_t count, const T* b, int64_t depth) {
   const T* rows[R];
   CO_UNROLL
-  for (int r = 0; r < R; ++r) {
-    rows[r] = b.key + smaller<int64_t>(j + r, b.count - 1) * b.ldk;
+  for (int r = 0; r < R; ++r) rows[r] = data + smaller<int64_t>(j + r, count - 1) * ld;
+  if (depth <= SHORT_SUM) {
     CO_UNROLL
-    for (int c = 0; c < C; ++c) acc[r][c] = Vec<T>{};
+    for (int r = 0; r < R; ++r) {
+      CO_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = Vec<T>{};
+    }
+    multiply_rows<T, R, C>(acc, rows, b, QB, depth);
+  } else {
+    Vec<T> total[R][C];
+    long_product<T, R, C, QB>(rows, b, depth, total);
+    CO_UNROLL
+    for (int r = 0; r < R; ++r) {
+      CO_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = total[r][c];
+    }
   }
-  multiply_rows<T, R, C>(acc, rows, query, QB, d);
+}
+
+// acc = log2 w + scaled scores
+template <class T, int R, int C, int QB>
+CO_INLINE void score_tile(Vec<T> (&acc)[R][C], const KeyBlock<T>& b, int64_t j, const T* query, int64_t d) {
+  product_tile<T, R, C, QB>(acc, b.key, b.ldk, j, b.count, query, d);
   if (b.bias) {  // after the product: starting from a large log w would round every partial sum at its size
     CO_UNROLL
     for (int r = 0; r < R; ++r) {

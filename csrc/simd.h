@@ -102,13 +102,14 @@ template <class V> CO_INLINE V clamp_below(V x, V low) { return max(low, x); }
 
 // 2^t by a polynomial on [-1/2, 1/2] of least relative error among those with 2^0 = 1: degree 5, 9.2e-8 (float); degree 11,
 // 3e-18 (double; the constant term rounds to 1).
-// CLAMP = false asks for t in [-125, 127] (double: [-1021, 1023]); with CLAMP smaller t, -inf too, gives a value that is 0 or
-// negligible beside 1. NaN in, NaN out.
+// CLAMP = false asks for t in [-125, 127] (double: [-1021, 1023]); with CLAMP smaller t, -inf too, gives 0 or a subnormal.
+// NaN in, NaN out.
 template <bool CLAMP> CO_INLINE Vec<float> exp2(Vec<float> t) {
-  if constexpr (CLAMP) t = clamp_below(t, broadcast(-126.0f));
 #if defined(CO_ISA_avx512)
+  if constexpr (CLAMP) t = clamp_below(t, broadcast(-151.0f));  // rounds to 0
   const Vec<float> n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
+  if constexpr (CLAMP) t = clamp_below(t, broadcast(-127.0f));  // exponent field 0: the factor below is 0
   const Vec<float> magic = broadcast(12582912.0f + 127.0f);  // 1.5 * 2^23 + exponent bias: rounds t to an integer
   const Vec<float> z = t + magic, n = z - magic;
 #endif
@@ -128,7 +129,7 @@ template <bool CLAMP> CO_INLINE Vec<float> exp2(Vec<float> t) {
 }
 
 template <bool CLAMP> CO_INLINE Vec<double> exp2(Vec<double> t) {
-  if constexpr (CLAMP) t = clamp_below(t, broadcast(-1022.0));
+  if constexpr (CLAMP) t = clamp_below(t, broadcast(-1023.0));
   const Vec<double> magic = broadcast(6755399441055744.0 + 1023.0);  // 1.5 * 2^52 + exponent bias
   const Vec<double> z = t + magic, n = z - magic, r = t - n;
   constexpr double c[] = {0.9999999999999999971,    0.69314718055994533046,    0.24022650695910156205,

@@ -10,6 +10,7 @@ import torch
 from helpers import assert_near, attend, check, chunked_module, draw, exact, lse_dtype, qkv, run
 
 import continuum_ops as co
+from continuum_ops import reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -420,3 +421,39 @@ def test_scores_of_minus_infinity_count_as_nothing(path):
     torch.testing.assert_close(out, expected.expand(1, 2, 2), rtol=0, atol=1e-6)
     out, lse = attend(query, key[:, :6], value[:, :6], scale=1.0)  # as a float mask of -inf: nothing is left
     assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_a_mask_without_queries_or_keys():
+    for n, m in [(0, 5), (5, 0), (0, 0)]:
+        q, k, v = qkv((2, 3), n, m, 4, 6, torch.float32)
+        for rows in (1, n):
+            out = co.continuum_attention(q, k, v, attn_mask=torch.ones(2, 1, rows, m, dtype=torch.bool))
+            assert out.shape == (2, 3, n, 6)
+            assert (out == 0).all()
+
+
+def test_a_row_that_sees_only_a_key_of_tiny_weight(path):
+    # Its sum is far below every other; gradients are divided by it.
+    m = 600
+    q, k, v = qkv((1,), m, m, 1, 3, torch.float32, seed=8)
+    q, k = q.abs() / q.abs().max(), k.abs() / k.abs().max()
+    q[0, 0], k[0, 0] = 1.0, -1.0
+    w = torch.ones(m)
+    w[0] = 2.0**-79.9
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, w)]
+    out = co.continuum_attention(*leaves, is_causal=True, scale=27.0)
+    grad_out = draw(out.shape, torch.float32, 3) * 1e4
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    exact_leaves = [t.double().requires_grad_() for t in (q, k, v, w)]
+    expected = reference.continuum_attention(*exact_leaves, is_causal=True, scale=27.0)
+    exact_grads = torch.autograd.grad(
+        expected, exact_leaves, draw(out.shape, torch.float32, 3).double() * 1e4
+    )
+    for name, grad, true in zip(("query", "key", "value"), grads, exact_grads, strict=False):
+        torch.testing.assert_close(grad.double(), true, rtol=0, atol=2e-5 * true.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("d", [129, 256])
+def test_long_products_with_large_logits(path, d):
+    q, k, v = qkv((4,), 17, 33, d, 5, torch.float32, seed=d)
+    check(30 * q, k, v)
