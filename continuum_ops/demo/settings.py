@@ -23,7 +23,7 @@ class Settings:
     num_heads: int = 4
     num_layers: int = 4
     batch_size: int = 16
-    steps: int = 3000
+    steps: int = 2200
     learning_rate: float = 3e-3
     weight_decay: float = 1e-4
     warm_up: float = 0.2
