@@ -249,6 +249,5 @@ CO_INLINE double fma(double a, double b, double c) {
 }
 
 template <class T> CO_INLINE T smaller(T a, T b) { return a < b ? a : b; }
-template <class T> CO_INLINE T larger(T a, T b) { return a > b ? a : b; }
 
 }  // namespace continuum_ops::CO_ISA
