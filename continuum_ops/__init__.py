@@ -12,9 +12,20 @@ from . import quadrature
 from .backends import backends
 from .mesh import Grid, PointCloud
 from .ops.continuum_attention import continuum_attention
+from .ops.position_attention import position_attention
 
 __version__ = "0.1.0"
-__all__ = ["Grid", "PointCloud", "backends", "continuum_attention", "data", "models", "nn", "quadrature"]
+__all__ = [
+    "Grid",
+    "PointCloud",
+    "backends",
+    "continuum_attention",
+    "data",
+    "models",
+    "nn",
+    "position_attention",
+    "quadrature",
+]
 
 _LAZY = ("data", "models", "nn", "reference")
 

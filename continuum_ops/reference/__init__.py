@@ -1,5 +1,6 @@
 """Plain PyTorch versions of the operators, in the order of the formulas: the oracle of the tests."""
 
 from .continuum_attention import continuum_attention
+from .position_attention import position_attention
 
-__all__ = ["continuum_attention"]
+__all__ = ["continuum_attention", "position_attention"]
