@@ -20,8 +20,9 @@ def position_attention(
     period: Sequence[float] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out_i = sum_k w_k e^{s_ik} v_k / sum_k w_k e^{s_ik}, s_ik = -rate_h |x_i - y_k|^2 (PiT eq. 5, 9, 10, 22).
+    """out_i = sum_k w_k e^{s_ik} v_k / sum_k w_k e^{s_ik}, s_ik = -rate_h |x_i - y_k|^2.
 
+    PiT eq. 5, 9, 10, 22.
     Arguments as of :func:`continuum_ops.position_attention`, positions as tensors; computed in the widest
     dtype among positions, value and rate.
     """
