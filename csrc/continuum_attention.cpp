@@ -193,8 +193,11 @@ struct Problem {
 };
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                           std::optional<Tensor> attn_mask, std::optional<Tensor> seed, double scale, double dropout_p,
-                                           bool is_causal) {
+                                           std::optional<Tensor> attn_mask, std::optional<Tensor> query_pos,
+                                           std::optional<Tensor> key_pos, std::optional<Tensor> rate, std::optional<Tensor> radius,
+                                           std::optional<Tensor> seed, std::optional<std::vector<double>> period, double scale,
+                                           double dropout_p, bool is_causal) {
+  STD_TORCH_CHECK(!query_pos && !key_pos && !rate && !radius && !period, "positions are served by the chunked operator");
   const Problem problem(query, key, value, weights, attn_mask, seed, scale, dropout_p, is_causal);
   const AttentionProblem& a = problem.a;
   const ContinuumAttentionKernels& kernels = continuum_attention_kernels();
@@ -324,10 +327,13 @@ template <class T> class BackwardRun {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query,
-                                                    const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                                    std::optional<Tensor> attn_mask, std::optional<Tensor> seed, const Tensor& out,
-                                                    const Tensor& stats, double scale, double dropout_p, bool is_causal, bool weights_grad) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    std::optional<Tensor> weights, std::optional<Tensor> attn_mask, std::optional<Tensor> query_pos, std::optional<Tensor> key_pos,
+    std::optional<Tensor> rate, std::optional<Tensor> radius, std::optional<Tensor> seed, const Tensor& out, const Tensor& stats,
+    std::optional<std::vector<double>> period, double scale, double dropout_p, bool is_causal, bool weights_grad, bool positions_grad,
+    bool rate_grad) {
+  STD_TORCH_CHECK(!query_pos && !key_pos && !rate && !radius && !period, "positions are served by the chunked operator");
   const Problem problem(query, key, value, weights, attn_mask, seed, scale, dropout_p, is_causal);
   const AttentionProblem& a = problem.a;
   STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
@@ -356,7 +362,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, std:
   if (query.scalar_type() != acc) {
     for (Tensor* t : {&grad_query, &grad_key, &grad_value}) *t = torch::stable::to(*t, query.scalar_type());
   }
-  return {grad_query, grad_key, grad_value, grad_weights};
+  auto none = [&] { return torch::stable::new_empty(query, {0}, acc); };
+  return {grad_query, grad_key, grad_value, grad_weights, none(), none(), none()};
 }
 
 }  // namespace
