@@ -136,7 +136,9 @@ def continuum_attention(
 
 def _kernel_serves(query: Tensor, attn_mask: Tensor | None, query_pos: Tensor | None) -> bool:
     """Not float masks, and not positions in a longer type than the kernel computes in."""
-    return (attn_mask is None or attn_mask.dtype == torch.bool) and query_pos is None
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        return False
+    return query_pos is None or query_pos.dtype == accumulation_dtype(query.dtype)
 
 
 def _is_autocast(device_type: str) -> bool:
