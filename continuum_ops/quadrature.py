@@ -141,7 +141,7 @@ def periodic(
     """
     nodes = _nodes(x, "x", 1)
     length = _positive(length, "length")
-    span = float(nodes[-1].detach() - nodes[0].detach())
+    span = 0.0 if nodes.is_meta else float(nodes[-1].detach() - nodes[0].detach())
     if not span < length:
         raise ValueError(
             f"x must lie within one period, without its repeated end: x[-1] - x[0] < length = {length:g}, "
