@@ -56,7 +56,7 @@ def rows_kernel(
     g = load_rows(lead_base(grad_out, g_strides, z0, z1), queries, alive, g_strides, DV, BDV).to(tl.float32)
     columns = tl.arange(0, BDV)
     row_stride = tl.full([], DV, tl.int64)
-    o_at = out + (at[:, None] * row_stride + columns[None, :])
+    o_at = out + (at.to(tl.int64)[:, None] * row_stride + columns[None, :])
     o = tl.load(o_at, mask=alive[:, None] & (columns < DV)[None, :], other=0.0).to(tl.float32)
     delta = tl.sum(g * o, 1)
     if grad_lse is not None:
@@ -112,13 +112,13 @@ def gradient_tile(
 @triton.jit
 def add_position_gradients(
     sums, ds, x_base, x_strides, queries, inside, y_base, y_strides, keys, live, period,
-    NDIM: tl.constexpr, KEY_MAJOR: tl.constexpr, OVER: tl.constexpr,
+    NDIM: tl.constexpr, KEY_MAJOR: tl.constexpr,
 ):  # fmt: skip
-    """sums[row, axis] += sum of ds (x_i - y_k) along the dimension OVER of the tile."""
+    """sums[row, axis] += sum over the columns of ds (x_i - y_k)."""
     for axis in tl.static_range(NDIM):
         x = load_axis(x_base, queries, inside, x_strides, axis)
         y = load_axis(y_base, keys, live, y_strides, axis)
-        part = tl.sum(ds * difference(x, y, period, axis, NDIM, KEY_MAJOR), OVER)
+        part = tl.sum(ds * difference(x, y, period, axis, NDIM, KEY_MAJOR), 1)
         sums += tl.where((tl.arange(0, sums.shape[1]) == axis)[None, :], part[:, None], 0.0)
     return sums
 
@@ -158,7 +158,7 @@ def over_keys_tile(
         grad_rate -= tl.sum(ds * squared, 1)
     if POSITIONS:
         grad_x = add_position_gradients(
-            grad_x, ds, x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, False, 1
+            grad_x, ds, x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, False
         )
     return grad_q, grad_x, grad_rate
 
@@ -258,45 +258,31 @@ def over_queries_tile(
     q, g, shift, delta, alive = load_query_block(
         q_base, q_strides, g_base, g_strides, shifts, deltas, factors, queries, inside, D, BD, DV, BDV
     )
-    # In 16 bits key-major, so that p^T is the left operand as it comes. float32 takes the order of the forward
-    # kernel: sums in another order would shift large logits, and all probabilities of a saturated row with them.
-    KEY_MAJOR: tl.constexpr = q.dtype != tl.float32
-    if KEY_MAJOR:
-        product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        g_dot_v = tl.dot(v, tl.trans(g), input_precision=PRECISION)
-    else:
-        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        g_dot_v = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+    product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    g_dot_v = tl.dot(v, tl.trans(g), input_precision=PRECISION)
     squared = None
     if NDIM > 0:
-        squared = squared_distance(
-            x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, KEY_MAJOR
-        )
+        squared = squared_distance(x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, True)
     keep = None
     if EDGE:
         reach = None
         if radius_base is not None:
             reach = load_reach(radius_base, radius_strides, queries, alive)
-        keep = kept_pairs(queries, alive, keys, M, mask_base, mask_strides, squared, reach, CAUSAL, KEY_MAJOR)
+        keep = kept_pairs(queries, alive, keys, M, mask_base, mask_strides, squared, reach, CAUSAL, True)
     survive = None
     if seed is not None:
-        survive = survivors(seed, lead, queries, first, threshold, KEYS, KEY_MAJOR)
+        survive = survivors(seed, lead, queries, first, threshold, KEYS, True)
     mixed, ds = gradient_tile(
-        product, g_dot_v, shift, delta, keep, survive, squared, rate, bias, factor, dropout_scale, NEGATIVE, KEY_MAJOR
+        product, g_dot_v, shift, delta, keep, survive, squared, rate, bias, factor, dropout_scale, NEGATIVE, True
     )
-    OVER: tl.constexpr = 1 if KEY_MAJOR else 0
+    grad_v = tl.dot(mixed.to(g.dtype), g, grad_v, input_precision=PRECISION)
+    grad_k = tl.dot(ds.to(q.dtype), q, grad_k, input_precision=PRECISION)
     if WEIGHTS:
-        grad_b += tl.sum(ds, OVER)
+        grad_b += tl.sum(ds, 1)
     if POSITIONS:
         grad_y = add_position_gradients(
-            grad_y, ds, x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, KEY_MAJOR, OVER
+            grad_y, ds, x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, True
         )
-    if KEY_MAJOR:
-        grad_v = tl.dot(mixed.to(g.dtype), g, grad_v, input_precision=PRECISION)
-        grad_k = tl.dot(ds.to(q.dtype), q, grad_k, input_precision=PRECISION)
-    else:
-        grad_v = tl.dot(tl.trans(mixed), g, grad_v, input_precision=PRECISION)
-        grad_k = tl.dot(tl.trans(ds), q, grad_k, input_precision=PRECISION)
     return grad_k, grad_v, grad_b, grad_y
 
 

@@ -114,7 +114,7 @@ def test_bounded_scores_need_no_shift(dtype, causal, monkeypatch):
     monkeypatch.setattr(kernels(), "BOUNDED_FROM", 0)
     q, k, v = qkv((2,), 100, 150, 16, 8, dtype)
     check(q, k, v, draw((150,), positive=True), is_causal=causal)
-    k[0, 140] *= 1000  # no bound in the first lead
+    k[0, 140] *= 30  # no bound in the first lead
     check(q, k, v)
     w = torch.logspace(-30, 0, 150)  # nor with weights that span a range like this
     check(q, k, v, w, is_causal=causal)
