@@ -1,4 +1,5 @@
-"""Tile sizes, warps and pipeline stages of the continuum attention kernels: one table, nothing tuned at run time."""
+"""Tile sizes, warps and pipeline stages of the continuum attention kernels: one table, nothing tuned at run
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The Triton kernels compile for the GPUs they are shipped for, within bounds of registers, spills and memory."""
+"""The Triton kernels compile for the GPUs they are shipped for, within bounds of registers, spills and
+memory."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from triton_dryrun import SHARED_MEMORY, dryrun  # noqa: E402
+from triton_dryrun import SHARED_MEMORY, dryrun
 
 # Bytes that a thread may spill. Wide float32 rows do not fit registers whatever the tile.
 SPILLS = {16: 0, 64: 64, 128: 256, 256: 8192}

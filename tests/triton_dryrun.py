@@ -1,4 +1,5 @@
-"""A Triton driver without a GPU: launches on CPU tensors are specialised, compiled for the target and checked against
+"""A Triton driver without a GPU: launches on CPU tensors are specialised, compiled for the target and
+checked against
 its shared memory, but not run; outputs are junk. Seen on triton 3.6.0. Not under TRITON_INTERPRET."""
 
 from __future__ import annotations
