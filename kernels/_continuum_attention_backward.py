@@ -18,7 +18,6 @@ from ._continuum_attention_tiles import (
     difference,
     kept_pairs,
     lead_base,
-    live_keys,
     load_axis,
     load_bias,
     load_rate,
@@ -135,10 +134,13 @@ def over_keys_tile(
     RATE: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     keys = start + tl.arange(0, KEYS)
-    bias = None
+    # Keys of weight 0 are not read, since NaN there must not matter. None: all are.
+    bias, live = None, None
     if bias_base is not None:
         bias = load_bias(bias_base, keys, M, EDGE)
-    live = live_keys(bias, keys, M, EDGE)
+        live = bias != -INFINITY
+    elif EDGE:
+        live = keys < M
     k = load_rows(k_base, keys, live, k_strides, D, BD)
     v = load_rows(v_base, keys, live, v_strides, DV, BDV)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -347,10 +349,10 @@ def over_queries_kernel(
     keys = first + tl.arange(0, KEYS)
     inside = keys < M
     lead = first_lead + z.to(tl.int64)
-    bias_tile = None
+    bias_tile, live = None, inside
     if bias is not None:
         bias_tile = load_bias(lead_base(bias, bias_strides, z0, z1), keys, M, True)
-    live = live_keys(bias_tile, keys, M, True)
+        live = bias_tile != -INFINITY
     k = load_rows(lead_base(key, k_strides, z0, z1), keys, live, k_strides, D, BD)
     v = load_rows(lead_base(value, v_strides, z0, z1), keys, live, v_strides, DV, BDV)
     q_base, g_base = lead_base(query, q_strides, z0, z1), lead_base(grad_out, g_strides, z0, z1)

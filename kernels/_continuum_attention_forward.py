@@ -10,7 +10,6 @@ from ._continuum_attention_tiles import (
     LN_2,
     kept_pairs,
     lead_base,
-    live_keys,
     load_bias,
     load_rate,
     load_reach,
@@ -112,10 +111,13 @@ def forward_tile(
 ):  # fmt: skip
     """Adds a tile of keys to the sums of a block of queries."""
     keys = start + tl.arange(0, KEYS)
-    bias = None
+    # Keys of weight 0 are not read, since NaN there must not matter. None: all are.
+    bias, live = None, None
     if bias_base is not None:
         bias = load_bias(bias_base, keys, M, EDGE)
-    live = live_keys(bias, keys, M, EDGE)
+        live = bias != -INFINITY
+    elif EDGE:
+        live = keys < M
     k = load_rows(k_base, keys, live, k_strides, D, BD)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     squared = None

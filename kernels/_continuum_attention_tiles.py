@@ -57,17 +57,6 @@ def load_bias(base, keys, M, EDGE: tl.constexpr):
 
 
 @triton.jit
-def live_keys(bias, keys, M, EDGE: tl.constexpr):
-    """Which keys are to be read; None: all. Those of weight 0 are not, since NaN there must not matter."""
-    if bias is not None:
-        return bias != -INFINITY
-    elif EDGE:
-        return keys < M
-    else:
-        return None
-
-
-@triton.jit
 def over_queries(vector, KEY_MAJOR: tl.constexpr):
     if KEY_MAJOR:
         return vector[None, :]

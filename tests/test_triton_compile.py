@@ -70,8 +70,8 @@ def test_shipped_configurations(capability, width, dtype, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"distance": True}, {"dropout": 0.5, "causal": True}, {"weights": False}],
-    ids=["distance", "dropout and causal", "plain"],
+    [{"distance": True}, {"dropout": 0.5, "causal": True}, {"weights": False}, {"causal": True}],
+    ids=["distance", "dropout and causal", "plain", "bounded"],
 )
 def test_options_compile(options, monkeypatch):
     monkeypatch.setattr(kernels(), "BOUNDED_FROM", 0)
