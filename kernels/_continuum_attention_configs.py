@@ -18,12 +18,12 @@ class Config(NamedTuple):
 # (kind, largest padded width of a row): forward, gradients over keys, gradients over queries.
 # Chosen by what ptxas spills (tests/test_triton_compile.py has the bounds); not measured on a GPU.
 _TABLE = {
-    ("16 bit", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    ("16 bit", 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
+    ("16 bit", 32): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(32, 64, 4, 3)),
+    ("16 bit", 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     ("16 bit", 128): (Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 8, 2)),
     ("16 bit", 256): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     ("float32", 32): (Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2)),
-    ("float32", 64): (Config(32, 32, 4, 2), Config(32, 32, 8, 2), Config(32, 32, 4, 2)),
+    ("float32", 64): (Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(32, 32, 4, 2)),
     ("float32", 128): (Config(32, 32, 8, 2), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     ("float32", 256): (Config(16, 32, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
