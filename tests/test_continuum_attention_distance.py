@@ -314,7 +314,7 @@ def test_rate_of_1e5(path, dtype):
 
 
 def test_rate_of_1e5_among_many_keys(path):
-    """Scores of -1000 round by 6e-5 in float32, ours and plain: the worst of six draws, at most twice plain."""
+    """Scores of -1000 round by 6e-5 in float32, ours and plain: the worst of six draws of both."""
     worst: dict[str, float] = {}
     plain_worst: dict[str, float] = {}
     grads = draw((2, 30, 4), seed=21), draw((2, 30), seed=22)
