@@ -1,7 +1,7 @@
 """Continuum attention in PyTorch, a block of queries at a time: O(N * chunk) memory.
 
-Serves what has no kernel: float masks, distance terms, second derivatives, and devices without a compiled
-kernel.
+Serves what has no kernel: float masks, float64 positions of shorter queries, second derivatives, and devices
+without a compiled kernel.
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ def continuum_attention(
         return_lse: return (out, lse).
         query_pos: (N, d), or (..., N, d) with leading dimensions that broadcast to those of query before H.
         key_pos: (M, d) or (..., M, d). Positions of any floating dtype, used in float32 or wider.
-        rate: (H,) or a number, >= 0: adds -rate_h |x_i - y_k|^2 to the scores, for query_pos x and key_pos y.
+        rate: (H,) or a number, >= 0: adds -rate_h |x_i - y_k|^2 to the scores, for query_pos x and key_pos y
+            (Chen, Wu, "Positional Knowledge is All You Need", equation 12). Distances are taken from
+            differences, so that an offset of the coordinates does no harm.
         period: d numbers, the lengths of a periodic domain (inf: not periodic along that axis); distances
             are those of the nearest images.
         radius: a number, (N,) or (..., N), >= 0: keys farther than radius from query i do not count. A key
