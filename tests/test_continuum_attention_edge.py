@@ -420,3 +420,20 @@ def test_a_row_that_sees_only_a_key_of_tiny_weight(path):
 def test_long_products_with_large_logits(path, d):
     q, k, v = qkv((4,), 17, 33, d, 5, torch.float32, seed=d)
     check(30 * q, k, v)
+
+
+@pytest.mark.parametrize("m", [130, 300])
+def test_causal_among_dead_keys(path, m):
+    """The triangle goes by the places of keys, whatever keys before them do not exist."""
+    q, k, v = qkv((2,), m, m, 8, 8)
+    w = draw((m,), positive=True)
+    w[1:60] = 0
+    check(q, k, v, w, is_causal=True)
+
+
+def test_maximum_rises_through_several_sums(path):
+    """What was summed over the first thousand keys shrinks again and again."""
+    q, k, v = qkv((1,), 9, 2300, 8, 8)
+    q[..., 0], k[..., 0] = 1.0, torch.linspace(-40, 40, 2300) * 8**0.5
+    v[:, :1100] += 1e6
+    check(q, k, v, draw((2300,), positive=True))
