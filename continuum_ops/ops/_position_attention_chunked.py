@@ -97,7 +97,7 @@ def _difference(x: Inputs, axis: int) -> Tensor:
 
 def _squared_distance(x: Inputs) -> Tensor:
     """(P, 1, n, M) in the accumulation dtype. Expansion of the square would cancel far from 0."""
-    total = x.query_pos.new_zeros(())
+    total = x.query_pos.new_zeros(*x.query_pos.shape[:2], x.key_pos.shape[1])
     for axis in range(x.query_pos.shape[-1]):
         total = total + _difference(x, axis).square()
     return total.to(x.rate.dtype)[:, None]
@@ -119,24 +119,36 @@ def _mix(p: Tensor, value: Tensor) -> Tensor:
     return mixed.reshape(heads, rows, batch, channels).permute(2, 0, 1, 3)
 
 
+def _log_ratios(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """log(w_k / max w), 0 where w is 0, and log max w; the logarithm of a quotient, not a difference.
+
+    A factor common to all weights, large or small, then leaves no rounding behind.
+    """
+    top = weights.detach().amax(-1, keepdim=True)
+    top = torch.where(top == 0, 1.0, top)
+    ratios = weights / top
+    tiny = (ratios < torch.finfo(weights.dtype).tiny) & (weights > 0)
+    dead = weights == 0
+    near = torch.where(tiny | dead, 1.0, ratios).log()
+    far = torch.where(tiny, weights, top).log() - top.log()
+    return near + far, top.log()
+
+
 def _probabilities(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """p_ik, (G, H, n, M), the sum over k of w_k e^{s_ik - shift_i} (1 if there is no key) and shift_i."""
+    """p_ik, (G, H, n, M), the sum over k of w_k / max w e^{s_ik - shift_i} (1 if there is no key) and shift_i."""
     d2 = _squared_distance(x)
     scores = -x.rate[:, None, None] * d2
+    if x.weights is not None:
+        log_ratios, _ = _log_ratios(x.weights)
+        scores = scores + log_ratios[:, None, None, :]
+        scores = scores.masked_fill(x.weights[:, None, None, :] == 0, -math.inf)
     if x.radius is not None:
         reach = x.radius.square()[:, None, :, None] * (1.0 + 8.0 * torch.finfo(d2.dtype).eps)
         scores = scores.masked_fill(d2 > reach, -math.inf)
-    logits = scores.detach()
-    if x.weights is not None:
-        weights = x.weights[:, None, None, :]
-        scores = scores.masked_fill(weights == 0, -math.inf)
-        logits = scores.detach() + weights.detach().log()
-    # The largest term becomes 1 whatever the weights are; a constant of the row, so it has no derivative.
-    shift = logits.amax(-1, keepdim=True)
+    # The largest term becomes 1; a constant of the row, so it has no derivative.
+    shift = scores.detach().amax(-1, keepdim=True)
     empty = shift == -math.inf
     terms = (scores - shift.masked_fill(empty, 0.0)).exp()
-    if x.weights is not None:
-        terms = terms * weights
     total = torch.where(empty, 1.0, terms.sum(-1, keepdim=True))
     return terms / total, total, shift
 
@@ -145,6 +157,8 @@ def _attend(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse and (shift, sum) of a block of queries; differentiable twice."""
     p, total, shift = _probabilities(x)
     lse = (shift + total.log()).squeeze(-1)
+    if x.weights is not None:
+        lse = lse + _log_ratios(x.weights)[1][..., None]
     return _mix(p, x.value), lse, torch.cat([shift, total], -1).detach()
 
 

@@ -116,16 +116,16 @@ def position_attention(
         for p in (query_pos, key_pos)
     )
     if shared:
-        query_pos, key_pos = query_pos[None], key_pos[None]
+        query_pos, key_pos = query_pos.unsqueeze(0), key_pos.unsqueeze(0)
     if weights is not None:
         weights = weights.to(dtype)
-        weights = weights if weights.dim() == 2 else weights[None]
+        weights = weights if weights.dim() == 2 else weights.unsqueeze(0)
     if radius is not None:
         radius = _radius_rows(radius, queries, value, dtype)
     out, lse = _attend(
         query_pos,
         key_pos,
-        value if value.dim() == 4 else value[:, None],
+        value if value.dim() == 4 else value.unsqueeze(1),
         rate.to(dtype),
         weights,
         radius,
