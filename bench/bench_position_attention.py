@@ -32,7 +32,7 @@ QUANTILE = 0.02  # of the keys are within the radius of the local cases
 ROWS = 32  # of the outputs and of grad_value are compared with float64
 CHUNK = 512  # query rows that the chunked form holds at a time
 BOUND = 1e-5  # largest error allowed, relative to the largest entry
-# Flops per score, column and head, and exponentials per score and head: one product; the backward has two more.
+# Flops per score, column and head, and exponentials per score and head. The backward has two more products.
 COST = {"forward": (2, 1), "forward + backward": (6, 2)}
 
 Attention = Callable[..., Tensor]  # (points, value, rate, radius) -> out (B, H, N, C)
@@ -132,7 +132,9 @@ def chunked_mm(x: Inputs, value: Tensor, rate: Tensor) -> Tensor:
     columns = value.permute(1, 0, 2).flatten(1)
 
     def block(rows: Tensor, rate: Tensor, columns: Tensor) -> Tensor:
-        return (_softmax_rows(x, rows, rate).flatten(0, 1) @ columns).view(rate.shape[0], -1, columns.shape[1])
+        return (_softmax_rows(x, rows, rate).flatten(0, 1) @ columns).view(
+            rate.shape[0], -1, columns.shape[1]
+        )
 
     def run(rows: Tensor) -> Tensor:
         if rate.requires_grad or value.requires_grad:
@@ -148,7 +150,7 @@ def keops(x: Inputs, value: Tensor, rate: Tensor) -> Tensor:
 
     d2 = ((LazyTensor(x.points[None, :, None]) - LazyTensor(x.points[None, None])) ** 2).sum(-1)
     v = LazyTensor(value[:, None].contiguous())
-    heads = [(-r.view(1, 1, 1, 1) * d2).sumsoftmaxweight(v) for r in rate]
+    heads = [(-r.view(1, 1, 1, 1) * d2).sumsoftmaxweight(v, axis=2) for r in rate]
     return torch.stack([h.view(value.shape[0], -1, CHANNELS) for h in heads], 1)
 
 
@@ -204,17 +206,19 @@ def cases(args: argparse.Namespace, allocator: str) -> list[tuple[str, dict[str,
     others = [PLAIN, CHUNKED, KEOPS] if allocator == "default" else [PLAIN, CHUNKED]
     for n in args.sizes:
         x = make_inputs(n)
-        result.append(("points", {"N": n}, {form: x for form in [OP, *others]}))
+        result.append(("points", {"N": n}, dict.fromkeys([OP, *others], x)))
     if allocator == "default":
         x, near = make_inputs(max(args.sizes)), make_inputs(max(args.sizes), local=True)
-        result.append((f"local (quantile {QUANTILE}) and global", {"N": max(args.sizes)}, {LOCAL: near, OP: x}))
+        result.append(
+            (f"local (quantile {QUANTILE}) and global", {"N": max(args.sizes)}, {LOCAL: near, OP: x})
+        )
     for side in args.grids:
         largest = side * side > max(SIZES)  # all-to-all there: nobody else's form ends in time or fits
         x = make_inputs(side * side, side=side, batch=1 if largest else BATCH)
         forms = [ON_GRID] if largest else [ON_GRID, PLAIN]
         if not largest or allocator == "default":
             case = {"grid": f"{side} x {side}", "B": x.value.shape[0]}
-            result.append(("grid", case, {form: x for form in forms}))
+            result.append(("grid", case, dict.fromkeys(forms, x)))
     return result
 
 
@@ -245,7 +249,7 @@ def time_all(args: argparse.Namespace, allocator: str) -> list[dict[str, Any]]:
 
 
 def finish_rows(rows: list[dict[str, Any]], ceilings: dict[str, float] | None) -> None:
-    """Add time over the time of the table's first form; for all-to-all over points GFLOP/s and the ceiling."""
+    """Add time over the time of the table's first form; for all-to-all over points GFLOP/s and ceiling."""
     first: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if "skipped" in row:
@@ -263,9 +267,13 @@ def finish_rows(rows: list[dict[str, Any]], ceilings: dict[str, float] | None) -
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="N <= 4096 and 3 rounds, not the published protocol")
+    parser.add_argument(
+        "--short", action="store_true", help="N <= 4096 and 3 rounds, not the published protocol"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", help=f"N = M (default: {SIZES})")
-    parser.add_argument("--grids", type=int, nargs="*", help=f"points per axis of 2-D grids (default: {GRIDS})")
+    parser.add_argument(
+        "--grids", type=int, nargs="*", help=f"points per axis of 2-D grids (default: {GRIDS})"
+    )
     parser.add_argument(
         "--threads", type=int, default=2, help="threads of torch, OpenMP and BLAS (default: 2)"
     )

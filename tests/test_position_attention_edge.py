@@ -1,4 +1,4 @@
-"""Edge rules of position attention: what does not count, what is empty, what is not a number, layouts, sizes."""
+"""Edge rules of position attention: keys that do not count, empty rows, NaN, layouts, sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("options", [{}, {"radius": 0.4}, {"period": (1.0, 2.0)}], ids=["global", "local", "periodic"])
+@pytest.mark.parametrize(
+    "options", [{}, {"radius": 0.4}, {"period": (1.0, 2.0)}], ids=["global", "local", "periodic"]
+)
 def test_zero_weight_removes_the_key(path, dtype, junk, options):
     """As if it were not there, even if its rows are NaN or Inf; its own gradients are 0."""
     acc = lse_dtype(dtype)
@@ -83,7 +85,9 @@ def test_no_key_within_radius(path, dtype):
     empty = torch.zeros(30, dtype=torch.bool)
     empty[::3] = True
     result = check(x, y, v, rate, radius=radius)
-    assert bool((result["out"][:, :, empty] == 0).all()) and bool((result["lse"][:, :, empty] == -math.inf).all())
+    assert bool((result["out"][:, :, empty] == 0).all()) and bool(
+        (result["lse"][:, :, empty] == -math.inf).all()
+    )
     assert bool(result["lse"][:, :, ~empty].isfinite().all())
     assert bool((result["query_pos"][empty] == 0).all())
 
@@ -123,7 +127,9 @@ def test_the_key_at_the_radius_is_in(path, dtype, d):
     assert bool((lse.diagonal(dim1=0, dim2=2) == 0).all())
 
 
-@pytest.mark.parametrize("n, m, batch, channels", [(5, 0, 2, 3), (0, 5, 2, 3), (0, 0, 2, 3), (5, 6, 0, 3), (5, 6, 2, 0)])
+@pytest.mark.parametrize(
+    "n, m, batch, channels", [(5, 0, 2, 3), (0, 5, 2, 3), (0, 0, 2, 3), (5, 6, 0, 3), (5, 6, 2, 0)]
+)
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_nothing_to_attend_to(path, n, m, batch, channels, per_sample):
     """CASES 12."""
@@ -164,7 +170,9 @@ def test_weights_times_a_constant(path, factor):
 def test_weights_of_all_sizes(path, dtype, rate):
     """The nearest key may have a weight so small that others decide."""
     x, y, v, _ = scene(150, 200, 2, dtype=dtype)
-    w = torch.logspace(-10, 10, 200, dtype=dtype)[torch.randperm(200, generator=torch.Generator().manual_seed(0))]
+    w = torch.logspace(-10, 10, 200, dtype=dtype)[
+        torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    ]
     check(x, y, v, torch.tensor([rate, 0.0], dtype=dtype), w)
     check(x, y, v, torch.tensor([rate, 0.0], dtype=dtype), w, radius=0.2)
 
@@ -375,7 +383,9 @@ def test_many_points(path):
     v.requires_grad_()
     out, lse = attend(x, x, v, rate, w)
     true = exact(x[-8:], x, v, rate, w)
-    np.testing.assert_allclose(out.detach()[..., -8:, :], true["out"], rtol=0, atol=2e-6 * v.abs().max().item())
+    np.testing.assert_allclose(
+        out.detach()[..., -8:, :], true["out"], rtol=0, atol=2e-6 * v.abs().max().item()
+    )
     np.testing.assert_allclose(lse.detach()[..., -8:], true["lse"], rtol=0, atol=1e-5)
     g = draw((1, 1, n, 16), seed=5)
     (grad,) = torch.autograd.grad(out, v, g)

@@ -66,7 +66,10 @@ def test_wrong_types(changes, message):
         ({"value": ones(2, 8, 6)}, r"key_pos must have a row for each of the 8 rows of value, got \(7, 2\)"),
         ({"rate": torch.tensor(3.0)}, r"rate must have shape \(H,\), one for each head, got \(\)"),
         ({"rate": ones(2, 1)}, r"rate must have shape \(H,\), one for each head, got \(2, 1\)"),
-        ({"query_pos": ones(5)}, r"query_pos must have shape \(N, d\) or \(B, N, d\) with B = 2 .* got \(5,\)"),
+        (
+            {"query_pos": ones(5)},
+            r"query_pos must have shape \(N, d\) or \(B, N, d\) with B = 2 .* got \(5,\)",
+        ),
         ({"query_pos": ones(3, 5, 2)}, r"query_pos must have shape .* with B = 2 .* got \(3, 5, 2\)"),
         ({"key_pos": ones(7, 3)}, "key_pos must have as many coordinates as query_pos, 2, got 3"),
         ({"weights": ones(8)}, r"weights must have shape \(M,\) or \(B, M\) = \(2, 7\), got \(8,\)"),
@@ -125,7 +128,9 @@ def test_forward_mode_raises(name):
     inputs = {**make(), "weights": ones(7)}
     with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
         torch.func.jvp(
-            lambda t: co.position_attention(**{**inputs, name: t}), (inputs[name],), (ones(inputs[name].shape),)
+            lambda t: co.position_attention(**{**inputs, name: t}),
+            (inputs[name],),
+            (ones(inputs[name].shape),),
         )
 
 

@@ -41,7 +41,9 @@ def test_opcheck_forward(dtype, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("needs", [[True] * 5, [False, True, False, False, False], [False] * 2 + [True] + [False] * 2])
+@pytest.mark.parametrize(
+    "needs", [[True] * 5, [False, True, False, False, False], [False] * 2 + [True] + [False] * 2]
+)
 def test_opcheck_backward(kind, needs):
     *tensors, radius, period = arguments(torch.float32, kind, requires_grad=False)
     out, lse, stats = ops.position_attention_forward(*tensors, radius, period)
@@ -70,9 +72,7 @@ def test_gradients_that_are_not_needed_are_empty(kind, dtype):
     grad = torch.randn_like(out)
     for wanted in range(5):
         needs = [i == wanted for i in range(5)]
-        grads = ops.position_attention_backward(
-            grad, None, *tensors, out, lse, stats, radius, period, needs
-        )
+        grads = ops.position_attention_backward(grad, None, *tensors, out, lse, stats, radius, period, needs)
         for i, (g, t) in enumerate(zip(grads, tensors, strict=True)):
             assert g.shape == (t.shape if i == wanted and t is not None else (0,))
             assert i != wanted or t is None or g.dtype == t.dtype
@@ -102,7 +102,9 @@ def test_compile_fullgraph(kind):
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if kind == "inductor" else "aot_eager")
     torch.testing.assert_close(compiled(*leaves), loss(*leaves))
     for a, b in zip(
-        torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(loss(*leaves), leaves), strict=True
+        torch.autograd.grad(compiled(*leaves), leaves),
+        torch.autograd.grad(loss(*leaves), leaves),
+        strict=True,
     ):
         torch.testing.assert_close(a, b)
 

@@ -1,7 +1,7 @@
 """Position attention in PyTorch, a block of queries at a time: O(N * chunk) memory.
 
-Serves what has no kernel: second derivatives, and devices without a compiled kernel. With one geometry for the
-batch, probabilities are computed once and meet all batch entries and channels in one matrix product.
+Serves what has no kernel: second derivatives, and devices without a compiled kernel. With one geometry for
+the batch, probabilities are computed once and meet all batch entries and channels in one matrix product.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Inputs(NamedTuple):
     weights: Tensor | None  # (W, M)
     radius: Tensor | None  # (R, N)
     period: list[float] | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """The five that have gradients."""
+        return [self.query_pos, self.key_pos, self.value, self.rate, self.weights]
 
     @property
     def groups(self) -> int:
@@ -135,7 +139,7 @@ def _log_ratios(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _probabilities(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """p_ik, (G, H, n, M), the sum over k of w_k / max w e^{s_ik - shift_i} (1 if there is no key) and shift_i."""
+    """p_ik, (G, H, n, M); the sum over k of w_k / max w e^{s_ik - shift_i}, 1 if there is no key; shift_i."""
     d2 = _squared_distance(x)
     scores = -x.rate[:, None, None] * d2
     if x.weights is not None:
@@ -185,7 +189,7 @@ class _Sums:
         self.given, self.needs = given, needs
         self.totals = [
             None if t is None or not need else torch.zeros_like(t, memory_format=torch.contiguous_format)
-            for t, need in zip(given[:DIFFERENTIABLE], needs, strict=True)
+            for t, need in zip(given.tensors(), needs, strict=True)
         ]
         value = self.totals[2]
         if value is not None:  # sums of 16-bit numbers are kept in float32
@@ -210,7 +214,7 @@ class _Sums:
                 value.masked_fill_(dead[:, None, :, None], 0.0)
             if weights is not None:
                 weights.masked_fill_(dead, 0.0)
-        inputs = self.given[:DIFFERENTIABLE]
+        inputs = self.given.tensors()
         return [
             None if g is None or t is None else g.to(t.dtype)
             for g, t in zip(self.totals, inputs, strict=True)
@@ -274,8 +278,8 @@ def backward(x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, needs: list[b
 
 def _leaves(x: Inputs) -> Inputs:
     """x as the inputs of a new graph."""
-    tensors = [None if t is None else t.detach().requires_grad_() for t in x[:DIFFERENTIABLE]]
-    return x._replace(**dict(zip(Inputs._fields[:DIFFERENTIABLE], tensors, strict=True)))
+    leaves = [None if t is None else t.detach().requires_grad_() for t in x.tensors()]
+    return Inputs(*(*leaves, x.radius, x.period))  # type: ignore[arg-type]
 
 
 def _gradients(x: Inputs, cotangents: list[Tensor]) -> list[Tensor | None]:
@@ -285,11 +289,11 @@ def _gradients(x: Inputs, cotangents: list[Tensor]) -> list[Tensor | None]:
         empty = lse == -math.inf
         seeds = [torch.where(empty.expand(out.shape[:-1])[..., None], 0.0, cotangents[0])]
         seeds += [torch.where(empty, 0.0, c) for c in cotangents[1:]]
-        wanted = [t for t in x[:DIFFERENTIABLE] if t is not None]
+        wanted = [t for t in x.tensors() if t is not None]
         found = iter(
             torch.autograd.grad((out, lse)[: len(seeds)], wanted, seeds, create_graph=True, allow_unused=True)
         )
-    return [None if t is None else next(found) for t in x[:DIFFERENTIABLE]]
+    return [None if t is None else next(found) for t in x.tensors()]
 
 
 def double_backward(
@@ -323,12 +327,12 @@ def double_backward(
                 pairs.append((f, incoming.to(f.dtype)))
             if not pairs:
                 continue
-            inputs = [t for t in block[:DIFFERENTIABLE] if t is not None]
+            inputs = [t for t in block.tensors() if t is not None]
             second = torch.autograd.grad(
                 [f for f, _ in pairs], inputs + cotangents, [gg for _, gg in pairs], allow_unused=True
             )
             found = iter(second)
-            sums.add([None if t is None else next(found) for t in block[:DIFFERENTIABLE]], start, stop)
+            sums.add([None if t is None else next(found) for t in block.tensors()], start, stop)
             part = next(found)
             if part is not None:
                 grad_grad_out[..., start:stop, :] += part
