@@ -157,16 +157,16 @@ def test_one_gradient_alone(path, wanted):
 @pytest.mark.parametrize("kind", ["global", "periodic", "local", "per sample", "value per head"])
 def test_gradcheck(path, kind):
     x, y, v, rate = scene(
-        5,
-        6,
+        3,
+        4,
         2,
-        channels=2,
+        channels=1,
         dtype=torch.float64,
         per_sample=kind == "per sample",
         value_heads=2 if kind == "value per head" else None,
     )
     rate = rate / 5
-    w = draw((2, 6) if kind == "per sample" else (6,), torch.float64, positive=True) + 0.1
+    w = draw((2, 4) if kind == "per sample" else (4,), torch.float64, positive=True) + 0.1
     options = {"periodic": {"period": (1.0, math.inf)}, "local": {"radius": 0.6}}.get(kind, {})
     leaves = [t.requires_grad_() for t in (x, y, v, rate, w)]
 
