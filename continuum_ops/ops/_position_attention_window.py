@@ -114,9 +114,16 @@ class _Axis:
         # Generous, as every pair is tested again.
         size = max(y.abs().max().item(), self.x.abs().max().item())
         self.slack = 16 * torch.finfo(torch.float64).eps * size
+        self.last: dict[tuple[int, int], tuple[float, Tensor]] = {}
 
     def keys(self, start: int, stop: int, radius: float) -> Tensor:
         """Indices of the keys within the radius of some query in [start, stop)."""
+        last = self.last.get((start, stop))
+        if last is None or last[0] != radius:  # one radius for all: the next block along another axis
+            last = self.last[start, stop] = (radius, self._find(start, stop, radius))
+        return last[1]
+
+    def _find(self, start: int, stop: int, radius: float) -> Tensor:
         reach = radius * (1 + 1e-5) + self.slack
         low, high = self.x[start].item(), self.x[stop - 1].item()
         if math.isfinite(self.period):
@@ -260,6 +267,18 @@ def _attend(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> tu
     return _product(terms, v) / total, (shift + total.log()).squeeze(-1)
 
 
+def _attend_nonfinite(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> Tensor:
+    """Output for values with NaN or Inf, which only the queries within reach may see: 0 * NaN is NaN."""
+    v = variables[0]
+    assert v is not None
+    finite = v.isfinite()
+    out, _ = _attend(x, block, [v.masked_fill(~finite, 0.0), *variables[1:]])
+    counted = (_terms(x, block, variables).terms > 0).to(x.dtype)
+    for kind, found in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v.isnan())):
+        out = torch.where(_product(counted, found.to(x.dtype)) > 0, out + kind, out)
+    return out
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """(H, T, K) @ (H or 1, K, L), the shared case as one product."""
     return (a.flatten(0, 1) @ b[0]).unflatten(0, a.shape[:2]) if b.shape[0] == 1 else a @ b
@@ -315,7 +334,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad(), torch.autocast(x.value.device.type, enabled=False):
         fields = _fields(x.value, x.dtype)
         for block in _blocks(x):
-            part, lse_part = _attend(x, block, _variables(x, fields, block))
+            variables = _variables(x, fields, block)
+            part, lse_part = _attend(x, block, variables)
+            if part.device.type == "cpu" and not bool(part.sum().isfinite()):
+                part = _attend_nonfinite(x, block, variables)
             out.index_copy_(1, block.rows, part)
             lse.index_copy_(1, block.rows, lse_part)
     lse = lse.expand(x.value.shape[0], *lse.shape).contiguous()

@@ -33,10 +33,10 @@ def quantile_radius(
         r_i = Q_q \{ |x_i - y_k| : k = 1..M \}
 
     with linear interpolation between order statistics, as ``torch.quantile(distances, q, dim=-1)``: position
-    q (M - 1) among the sorted distances. Chen, Wu, "Positional Knowledge is All You Need", define local
-    attention by such a quantile for each query (section 2.2; local attention is equation 10). Passed as ``radius`` to
-    :func:`continuum_ops.position_attention`, it leaves each query the fraction q of the keys; the key that
-    defines it counts.
+    q (M - 1) among the sorted distances. Chen, Wu, "Positional Knowledge is All You Need", take such a
+    quantile as the radius of their local attention (section 2.2, equation 10). Passed as ``radius`` to
+    :func:`continuum_ops.position_attention`, it leaves each query about the fraction q of the keys; the key
+    that defines it counts.
 
     The order statistics are found by partial selection among the squared distances of a few queries at a
     time (direct differences, no N x M matrix): O(N M) time, O(M) memory, and M may exceed 2^24, where
