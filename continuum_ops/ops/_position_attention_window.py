@@ -248,7 +248,13 @@ def _terms(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> _Te
     if w is not None:
         outside = outside | (w == 0)
     scores = (-rate[:, None, None] * d2).masked_fill(outside, -math.inf)
-    logits = scores.detach() if w is None else scores.detach() + w.detach().log()
+    logits, scale = scores.detach(), rate.new_ones(())
+    if w is not None:
+        # Logarithms of weights near 1 are small, and so is their rounding.
+        scale = w.detach().amax()
+        scale = torch.where(scale > 0, scale, 1.0)
+        w = w / scale
+        logits = logits + w.detach().log()
     # The largest term becomes 1 whatever the weights are; a constant of the row, so it has no derivative.
     shift = logits.amax(-1, keepdim=True)
     empty = shift == -math.inf
@@ -256,7 +262,7 @@ def _terms(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> _Te
     if w is not None:
         terms = terms * w
     total = torch.where(empty, 1.0, terms.sum(-1, keepdim=True))
-    return _Terms(differences, d2, terms, total, shift)
+    return _Terms(differences, d2, terms, total, shift + scale.log())
 
 
 def _attend(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
