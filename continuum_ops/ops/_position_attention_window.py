@@ -442,20 +442,27 @@ def _double_backward(
 
 def _directions(x: _Inputs, grad_grads: Sequence[Tensor | None]) -> _Inputs:
     """What arrives for each gradient, in the place of its input: 0 where nothing does."""
-    found = [
-        None if t is None else torch.zeros_like(t) if g is None else g
-        for t, g in zip([x.value, x.rate, x.weights, *x.axes], grad_grads, strict=True)
-    ]
-    value, rate, weights, *axes = found
+
+    def of(t: Tensor, g: Tensor | None) -> Tensor:
+        return torch.zeros_like(t) if g is None else g
+
+    value, rate, weights, *rest = grad_grads
+    axes = [of(a, g) for a, g in zip(x.axes, rest, strict=True)]
     d = len(x.query_axes)
-    return x._replace(value=value, rate=rate, weights=weights, query_axes=axes[:d], key_axes=axes[d:])
+    return x._replace(
+        value=of(x.value, value),
+        rate=of(x.rate, rate),
+        weights=None if x.weights is None else of(x.weights, weights),
+        query_axes=axes[:d],
+        key_axes=axes[d:],
+    )
 
 
 class _DoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
         x, count = options
-        return tuple(_double_backward(x, *tensors[:2], tensors[-count:]))
+        return tuple(_double_backward(x, tensors[0], tensors[1], tensors[-count:]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

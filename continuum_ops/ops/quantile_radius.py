@@ -98,7 +98,7 @@ def _select_cpu(x: Tensor, y: Tensor, low: int, high: int, lengths: list[float])
     queries, keys = x.numpy(), np.ascontiguousarray(y.numpy().T)  # (d, M)
     result = np.empty((len(queries), 2), queries.dtype)
     step = max(1, CHUNK_CPU // keys.shape[1])
-    threads = min(torch.get_num_threads(), math.ceil(len(queries) / step))
+    threads = max(1, min(torch.get_num_threads(), math.ceil(len(queries) / step)))
 
     def run(first: int) -> None:
         buffers = np.empty((2, step, keys.shape[1]), queries.dtype)
@@ -109,7 +109,7 @@ def _select_cpu(x: Tensor, y: Tensor, low: int, high: int, lengths: list[float])
             result[start : start + step, 1] = rows[:, high]
             result[start : start + step, 0] = rows[:, :high].max(1) if low < high else rows[:, high]
 
-    if threads <= 1:
+    if threads == 1:
         run(0)
     else:
         with ThreadPoolExecutor(threads) as pool:
