@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from ..mesh import Grid
 from . import _position_attention_autograd  # noqa: F401  (registers the operators)
 from . import _position_attention_checks as checks
+from . import _position_attention_grid as grids
 from ._continuum_attention_chunked import accumulation_dtype
 
 _ops = torch.ops.continuum_ops
@@ -94,6 +95,7 @@ def position_attention(
     if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
         value = value.to(torch.get_autocast_dtype(device))
     checks.check_rate(rate, value)
+    product = query_pos, key_pos, weights  # as given: grids have a form of their own
     if weights is not None and not isinstance(weights, Tensor) and isinstance(key_pos, Grid):
         checks.check_axis_weights(weights, key_pos, value)
         weights = reduce(lambda a, b: (a[:, None] * b).flatten(), weights)
@@ -103,13 +105,26 @@ def position_attention(
     if forward_ad._current_level >= 0:
         checks.check_no_tangents([x, y, value, rate, weights])
     dtype = accumulation_dtype(value.dtype)
+    if radius is not None:
+        checks.check_radius(radius, value, x.shape[-2])
+    if period is not None:
+        period = checks.check_period(period, x.shape[-1])
+    if grids.serves(*product, radius=radius):
+        heads = value if value.dim() == 4 else value.unsqueeze(1)
+        return grids.grid_attention(
+            product[0],
+            product[1],
+            heads,
+            rate,
+            product[2],
+            radius=radius,
+            period=period,
+            return_lse=return_lse,
+        )
     if weights is not None:
         weights = checks.check_weights(weights, value).to(dtype)
         weights = weights if weights.dim() == 2 else weights.unsqueeze(0)
-    if period is not None:
-        period = checks.check_period(period, x.shape[-1])
     if radius is not None:
-        checks.check_radius(radius, value, x.shape[-2])
         radius = _radius_rows(radius, x.shape[-2], value, dtype)
     x, y = _position_rows(x, y, value.shape[0], dtype)
     value = value if value.dim() == 4 else value.unsqueeze(1)
