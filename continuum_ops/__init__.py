@@ -13,6 +13,7 @@ from .backends import backends
 from .mesh import Grid, PointCloud
 from .ops.continuum_attention import continuum_attention
 from .ops.position_attention import position_attention
+from .ops.quantile_radius import quantile_radius
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "nn",
     "position_attention",
     "quadrature",
+    "quantile_radius",
 ]
 
 _LAZY = ("data", "models", "nn", "reference")

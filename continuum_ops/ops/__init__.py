@@ -2,5 +2,6 @@
 
 from .continuum_attention import continuum_attention
 from .position_attention import position_attention
+from .quantile_radius import quantile_radius
 
-__all__ = ["continuum_attention", "position_attention"]
+__all__ = ["continuum_attention", "position_attention", "quantile_radius"]

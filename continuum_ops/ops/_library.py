@@ -41,4 +41,20 @@ LIBRARY.define(
     "Tensor grad_query_pos, Tensor grad_key_pos, Tensor grad_rate)"
 )
 
+# A product of one matrix (H, m_i, n_i) per axis of a grid; a list of no weights stands for ones. The
+# gradients are those of value and of each matrix.
+LIBRARY.define("grid_product(Tensor value, Tensor[] matrices, Tensor rate, Tensor[] weights) -> Tensor")
+LIBRARY.define(
+    "grid_product_backward(Tensor grad_out, Tensor value, Tensor[] matrices, Tensor[] weights, "
+    "bool value_grad, bool matrices_grad) -> Tensor[]"
+)
+# Position attention between grids within a radius; weights (M,), eps of the rule d^2 <= r^2 (1 + 8 eps). The
+# gradients are those of value, rate, weights ((0,) for None) and each axis.
+_WINDOW = (
+    "Tensor value, Tensor[] query_axes, Tensor[] key_axes, Tensor rate, Tensor? weights, Tensor radius, "
+    "float[] period, float eps"
+)
+LIBRARY.define(f"window_attention({_WINDOW}) -> (Tensor out, Tensor lse)")
+LIBRARY.define(f"window_attention_backward(Tensor grad_out, Tensor grad_lse, {_WINDOW}) -> Tensor[]")
+
 extension()  # imports the kernels, whose registrations need the schemas above
