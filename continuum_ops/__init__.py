@@ -27,6 +27,7 @@ __all__ = [
     "position_attention",
     "quadrature",
     "quantile_radius",
+    "reference",
 ]
 
 _LAZY = ("data", "models", "nn", "reference")
@@ -39,4 +40,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*__all__, "__version__"})
