@@ -95,7 +95,9 @@ def test_the_samples_solve_their_equation() -> None:
     data = co.data.darcy(2, 22, seed=3, dtype=torch.float64)
     assert data.coefficient.shape == data.solution.shape == (2, 22 * 22, 1)
     assert set(data.coefficient.unique().tolist()) <= {3.0, 12.0}
-    for a, u in zip(data.coefficient.view(2, 22, 22).numpy(), data.solution.view(2, 22, 22).numpy(), strict=True):
+    for a, u in zip(
+        data.coefficient.view(2, 22, 22).numpy(), data.solution.view(2, 22, 22).numpy(), strict=True
+    ):
         np.testing.assert_array_equal(u, solve_darcy(a))
         assert (u[1:-1, 1:-1] > 0).all()
     assert data.grid.shape == (22, 22) and data.resolution == 22 and len(data) == 2

@@ -1,4 +1,4 @@
-"""Operator-learning data sets: in the time domain, sampled at any times (CA 6.1), and Darcy flow (PiT A.3)."""
+"""Operator-learning data sets: functions of time, sampled at any times (CA 6.1), and Darcy flow (PiT A.3)."""
 
 from .controlled_ode import controlled_ode
 from .darcy import DarcyFlow, darcy, solve_darcy

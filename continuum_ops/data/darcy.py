@@ -1,4 +1,4 @@
-"""Darcy flow on the unit square: random two-valued coefficients and their pressure fields (PiT section A.3)."""
+"""Darcy flow on the unit square: random two-valued coefficients and their pressures (PiT section A.3)."""
 
 from __future__ import annotations
 
@@ -90,15 +90,15 @@ def darcy(
 
     Args:
         n: number of samples, >= 1.
-        resolution: points an axis, both ends included, >= 3. Grids of 43, 85, 141, 211 and 421 are nested in 421.
+        resolution: points an axis, both ends included, >= 3. 43, 85, 141 and 211 are nested in 421.
         seed: >= 0; use different seeds for training and test data.
         solver_resolution: points an axis of the grid on which the equation is solved; resolution - 1 must
-            divide solver_resolution - 1. None: resolution. The jumps of a dominate the error: against a solution
-            with 421 points an axis it is about 0.9 % in the relative L2 norm with 43, 0.4 % with 85, 0.2 % with
-            127 and 0.1 % with 211. A sample takes about 10, 20, 30 and 80 ms, and 0.4 s with 421.
-        constant_mode: keep the constant among the eigenfunctions, as the covariance says. The generator of the
-            published data set leaves it out, so that in every sample m has mean 0 and each value takes about
-            half of the square: False gives that distribution.
+            divide solver_resolution - 1. None: resolution. The jumps of a dominate the error: against a
+            solution with 421 points an axis it is about 0.9 % in the relative L2 norm with 43, 0.4 % with 85,
+            0.2 % with 127 and 0.1 % with 211. A sample takes about 10, 20, 30 and 80 ms, and 0.4 s with 421.
+        constant_mode: keep the constant among the eigenfunctions, as the covariance says. The generator of
+            the published data set leaves it out, so that in every sample m has mean 0 and each value takes
+            about half of the square: False gives that distribution.
         dtype: torch.float32 or torch.float64, of everything that is returned. The computation is in float64.
         progress: show a progress bar (tqdm) on stderr.
 
@@ -159,9 +159,9 @@ def solve_darcy(
     The five-point scheme on nodes: the flux between two neighbours is the difference of u over h times the
     harmonic mean of their a, since the halves of the way lie in series: across a jump of a midway the flux is
     exact in one dimension, where the arithmetic mean would let the large value short-circuit the small one.
-    Second order where a is smooth. The linear system is solved by conjugate gradients (scipy), preconditioned with
-    the Laplacian, which a sine transform inverts; the number of iterations grows with sqrt(max a / min a)
-    and not with the resolution.
+    Second order where a is smooth. The linear system is solved by conjugate gradients (scipy), preconditioned
+    with the Laplacian, which a sine transform inverts; the number of iterations grows with
+    sqrt(max a / min a) and not with the resolution.
 
     Args:
         coefficient: (n, n), a > 0 at the nodes (i h, j h), h = 1 / (n - 1), n >= 3.
@@ -172,7 +172,7 @@ def solve_darcy(
         (n, n), float64.
 
     Raises:
-        ValueError: a shape that does not fit, a coefficient that is not finite and positive, an rtol that is not.
+        ValueError: a shape that does not fit; a coefficient or rtol that is not finite and positive.
         ImportError: without scipy.
         RuntimeError: if the iteration does not converge.
     """

@@ -22,8 +22,8 @@ def pool_mesh(
     is the coordinate at the middle of its part (linear between the nodes) and its weight the length of the
     part, so graded axes stay graded. Evenly spaced axes on [lo, hi] give the cell centres of [lo, hi],
     whatever their number of points: the latent mesh of a model does not change with the resolution. A
-    periodic axis starts at its first node and stays periodic. An axis that has that many points already is kept
-    with its weights.
+    periodic axis starts at its first node and stays periodic. An axis that has that many points already is
+    kept with its weights.
 
     Points on a curvilinear structured mesh (``shape`` given) are averaged over blocks, as
     ``torch.nn.functional.adaptive_avg_pool2d`` does with an image, and so are the weights, which are then
@@ -174,7 +174,7 @@ def _coarsen(fine: Mesh, order: Tensor, period: Sequence[float] | None) -> Point
 
 
 def _nearest(queries: Tensor, points: Tensor, period: Sequence[float] | None) -> Tensor:
-    """Index (B, Q) of the point (B, N, d) nearest to each query (B, Q, d); rows in chunks of bounded memory."""
+    """Index (B, Q) of the point (B, N, d) nearest to each query (B, Q, d), in bounded memory."""
     rows = max(1, 4_000_000 // points.shape[1])
     parts = [
         _squared_distance(points[:, None], part[:, :, None], period).argmin(-1)

@@ -33,7 +33,7 @@ def _pit(
     rate_function: str,
     **settings: Any,
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-    """PiT tables 3 (rates), 7 (quantiles), 8 (latent meshes), 9 (the rest); four blocks, one output channel."""
+    """PiT tables 3 (rates), 7 (quantiles), 8 (latent meshes), 9 (the rest): four blocks, one output."""
     encoder_quantile, decoder_quantile = quantiles
     return PiT, {
         "in_channels": in_channels,
@@ -102,8 +102,8 @@ def preset(name: str, **overrides: Any) -> nn.Module:
     PiT (tables 7 to 9). With d = width, c channels of u and coordinates together and h heads, the 313,613 of
     "pit-darcy" (d = 128, c = 3, h = 2) are: lift c d + d = 512; six attention layers d^2 + h = 16,386 each,
     98,316; four blocks' MLP and LINEAR 3 (d^2 + d) = 49,536 each, 198,144; projection d^2 + d + d + 1 =
-    16,641. The 1-D presets have a fifth block on the output mesh. "pit-naca" takes the structured 221 x 51 mesh
-    as a Grid of the unit square and the positions of its points as u: four channels with the coordinates.
+    16,641. The 1-D presets have a fifth block on the output mesh. "pit-naca" takes the structured 221 x 51
+    mesh as a Grid of the unit square and the positions of its points as u: 4 channels with the coordinates.
     "pit-elasticity", one mesh per sample, has a MLP and a LINEAR after A_in and A_out as well, as in the
     published code: 6 (d^2 + d) more than table 9 spells out. ``attention="self-a"``, ``"self-b"`` and
     ``"self-position"`` make the models of PiT table 2 and eq. (12).

@@ -37,8 +37,8 @@ class PositionAttention(nn.Module):
     The trainable rate is r = 1 / length^2 in the unit of the positions. ``rate_function`` says how it comes
     from the parameter ``rate_parameter`` (H,), called l here:
 
-    * "tan_clamped": tan(l), l clamped so that 0 <= r <= 1e6 (PiT C.1, constrained optimisation). The clamp lets
-      gradients through as if it were not there, so that a rate at its bound can come back.
+    * "tan_clamped": tan(l), l clamped so that 0 <= r <= 1e6 (PiT C.1, constrained optimisation). The clamp
+      lets gradients through as if it were not there, so that a rate at its bound can come back.
     * "square": l^2 (PiT C.1).
     * "tan_sin": tan(pi/4 (1 - 1e-7) (1 + sin l)), of the published code.
 
@@ -89,8 +89,8 @@ class PositionAttention(nn.Module):
             )
         if heads == "concatenate" and out_features != num_heads * in_features:
             raise ValueError(
-                f'out_features must be num_heads * in_features = {num_heads * in_features} with heads="concatenate", '
-                f"was {out_features}"
+                f"out_features must be num_heads * in_features = {num_heads * in_features} with "
+                f'heads="concatenate", was {out_features}'
             )
         if quantile is not None and not 0.0 <= quantile <= 1.0:
             raise ValueError(f"quantile must be None or a number between 0 and 1, was {quantile}")
@@ -118,7 +118,8 @@ class PositionAttention(nn.Module):
                 self.rate_parameter.uniform_(0.0, 1.0)
             else:
                 _, inverse = _RATES[self.rate_function]
-                self.rate_parameter.copy_(torch.tensor([inverse(rate) for rate in self.initial_rate]))
+                values = [inverse(rate) for rate in self.initial_rate]
+                self.rate_parameter.copy_(torch.tensor(values, dtype=torch.float64))
         if self.value_proj is not None:
             nn.init.normal_(self.value_proj.weight, std=self.in_features**-0.5)
 
@@ -166,7 +167,8 @@ class PositionAttention(nn.Module):
         points = len(y) if isinstance(y, Grid) else y.shape[-2]
         if value.ndim != 3 or value.shape[1] != points or value.shape[2] != self.in_features:
             raise ValueError(
-                f"value must have shape (B, {points}, {self.in_features}) for {points} keys, was {tuple(value.shape)}"
+                f"value must have shape (B, {points}, {self.in_features}) for {points} keys, "
+                f"was {tuple(value.shape)}"
             )
         if period is None:
             period = mesh_period(query_pos, key_pos)
@@ -224,7 +226,8 @@ def _key_weights(
     if isinstance(weights, Tensor):
         if weights.shape[-1:] != (points,):
             raise ValueError(
-                f"weights must have shape ({points},) or (B, {points}) for {points} keys, was {tuple(weights.shape)}"
+                f"weights must have shape ({points},) or (B, {points}) for {points} keys, "
+                f"was {tuple(weights.shape)}"
             )
         return weights
     if not isinstance(weights, str):
@@ -251,13 +254,13 @@ def _initial_rates(rate: float | Sequence[float] | None, num_heads: int) -> tupl
     rates = (float(rate),) * num_heads if isinstance(rate, (int, float)) else tuple(map(float, rate))
     if len(rates) != num_heads or not all(0.0 < r < MAX_RATE for r in rates):
         raise ValueError(
-            f"initial_rate must be one number or {num_heads} numbers above 0 and below {MAX_RATE:g}, was {rate}"
+            f"initial_rate must be a number or {num_heads} numbers above 0 and below {MAX_RATE:g}, was {rate}"
         )
     return rates
 
 
 def _tan_clamped(parameter: Tensor) -> Tensor:
-    # Straight through: with the gradient of clamp, which is 0 outside, a rate that was driven to 0 would stay there.
+    # With the gradient of clamp, which is 0 outside, a rate that was driven to 0 would stay there.
     clamped = parameter.detach().clamp(0.0, math.atan(MAX_RATE))
     return torch.tan(parameter + (clamped - parameter.detach()))
 

@@ -45,21 +45,23 @@ def fit(
         samples: number of samples, >= batch_size.
         steps: optimiser steps, >= 1.
         batch_size: samples a step.
-        learning_rate: its maximum; it rises from 1/25 of it over the first ``warm_up`` of the steps, then falls
-            along a cosine to almost 0.
+        learning_rate: its maximum; it rises from 1/25 of it over the first ``warm_up`` of the steps, then
+            falls along a cosine to almost 0.
         weight_decay: of AdamW.
-        warm_up: fraction of the steps.
+        warm_up: fraction of the steps, two steps at least.
         max_norm: bound of the gradient's L2 norm.
         validate: called every ``validate_every`` steps and at the end; its value goes into the history.
         validate_every: steps.
         bar: a tqdm bar that is advanced, or None.
 
     Raises:
-        ValueError: fewer samples than a batch has.
+        ValueError: fewer samples than a batch has, fewer than two steps of warm-up.
         RuntimeError: a loss that is no finite number.
     """
     if samples < batch_size:
         raise ValueError(f"samples must be at least batch_size = {batch_size}, was {samples}")
+    if warm_up * steps < 2:
+        raise ValueError(f"warm_up must be 2 steps at least, was {warm_up} of {steps} steps")
     trained = list(parameters)
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(

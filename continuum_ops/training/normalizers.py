@@ -13,10 +13,10 @@ from ..mesh import Grid
 class PointwiseNormalizer(nn.Module):
     """Mean and standard deviation of functions at each point of a Grid, on other Grids by interpolation.
 
-    ``encode`` maps samples to (y - mean(x)) / std(x), ``decode`` back. On the Grid of the samples mean and std are theirs; on
-    another one they are interpolated, linearly along each axis; beyond the range of an axis the end values
-    hold. A point where all samples agree, as on a boundary with Dirichlet values, has std 0: ``decode`` gives
-    the value itself there, whatever the model says, and ``encode`` gives 0.
+    ``encode`` maps samples to (y - mean(x)) / std(x), ``decode`` back. On the Grid of the samples mean and
+    std are theirs; on another one they are interpolated, linearly along each axis; beyond the range of an
+    axis the end values hold. A point where all samples agree, as on a boundary with Dirichlet values, has
+    std 0: ``decode`` gives the value itself there, whatever the model says, and ``encode`` gives 0.
 
     Args:
         samples: (n, N, C), at the points of the grid, n >= 2.
@@ -32,7 +32,9 @@ class PointwiseNormalizer(nn.Module):
     def __init__(self, samples: Tensor, grid: Grid) -> None:
         super().__init__()
         if samples.ndim != 3 or samples.shape[1] != len(grid) or len(samples) < 2:
-            raise ValueError(f"samples must have shape (n, {len(grid)}, C) with n >= 2, was {tuple(samples.shape)}")
+            raise ValueError(
+                f"samples must have shape (n, {len(grid)}, C) with n >= 2, was {tuple(samples.shape)}"
+            )
         self.axes = len(grid.axes)
         self.register_buffer("mean", samples.mean(0).unflatten(0, grid.shape))
         self.register_buffer("std", samples.std(0).unflatten(0, grid.shape))
