@@ -102,6 +102,9 @@ def grid_attention(
     lse = sums[0]
     for axis_lse in sums[1:]:
         lse = (lse[:, :, None] + axis_lse[:, None, :]).flatten(1)
+    lse = lse.masked_fill(
+        lse == -math.inf, -math.inf
+    )  # without keys on one axis, 0 for the others' gradients
     return out, lse.to(dtype).expand(value.shape[0], *lse.shape).contiguous()
 
 
@@ -121,11 +124,13 @@ def axis_softmax(
         return logits.softmax(-1), logits.logsumexp(-1)
     w = weights.double()
     dead = w == 0
-    logits = (logits + torch.where(dead, 1.0, w).log()).masked_fill(dead, -math.inf)
     empty = dead.all()
+    scale = w.detach().amax().masked_fill(empty, 1.0)  # so that the logarithms are no larger than they must
+    logits = (logits + torch.where(dead, 1.0, w / scale).log()).masked_fill(dead, -math.inf)
     logits = logits.masked_fill(empty, 0.0)  # finite, so that derivatives are 0 and not NaN
     matrix = logits.softmax(-1).masked_fill(empty, 0.0)
-    return matrix, logits.logsumexp(-1).masked_fill(empty, -math.inf)
+    lse = logits.logsumexp(-1) + scale.log()
+    return matrix, lse.masked_fill(empty, -math.inf)
 
 
 def _axis_weights(

@@ -6,9 +6,8 @@ bisection. Each pair of boxes is a dense problem: O(N * window) work, memory for
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,7 @@ from torch import Tensor
 from ..mesh import Grid
 from ._grid_product import check_nonnegative
 from ._library import LIBRARY
-
-# Scores held at a time: 2^22 float32 numbers are 16 MB.
-BLOCK_SCORES = 2**22
+from ._position_attention_blocks import Block, Inputs, blocks
 
 
 def window_attention(
@@ -64,134 +61,7 @@ def window_attention(
     return out, lse
 
 
-class _Inputs(NamedTuple):
-    value: Tensor
-    query_axes: list[Tensor]
-    key_axes: list[Tensor]
-    rate: Tensor
-    weights: Tensor | None
-    radius: Tensor
-    period: list[float]
-    eps: float
-
-    @property
-    def axes(self) -> tuple[Tensor, ...]:
-        return (*self.query_axes, *self.key_axes)
-
-    @property
-    def query_shape(self) -> tuple[int, ...]:
-        return tuple(x.numel() for x in self.query_axes)
-
-    @property
-    def key_shape(self) -> tuple[int, ...]:
-        return tuple(y.numel() for y in self.key_axes)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.value.dtype, torch.float32)
-
-
-class _Block(NamedTuple):
-    """Indices of a box of queries and of the keys that may be within its radius: of each axis, and flat."""
-
-    queries: list[Tensor]
-    keys: list[Tensor]
-    rows: Tensor
-    columns: Tensor
-
-
-class _Axis:
-    """The keys of one axis for bisection: sorted, and over three periods if it is periodic."""
-
-    def __init__(self, x: Tensor, y: Tensor, period: float) -> None:
-        self.x, self.n, self.period = x.detach().double().cpu(), y.numel(), period
-        y = y.detach().double().cpu()
-        self.order = torch.arange(self.n)
-        if math.isfinite(period):
-            y, self.order = (y - period * (y / period).floor()).sort()
-            y = torch.cat([y - period, y, y + period])
-        self.y = y
-        # Generous, as every pair is tested again.
-        size = max(y.abs().max().item(), self.x.abs().max().item())
-        self.slack = 16 * torch.finfo(torch.float64).eps * size
-
-    def keys(self, start: int, stop: int, radius: float) -> Tensor:
-        """Indices of the keys within the radius of some query in [start, stop)."""
-        reach = radius * (1 + 1e-5) + self.slack
-        low, high = self.x[start].item(), self.x[stop - 1].item()
-        if math.isfinite(self.period):
-            if not high - low + 2 * reach < self.period * (1 - 1e-9):
-                return torch.arange(self.n)
-            turns = math.floor((low - reach) / self.period) + 1  # low - reach then lies in [-period, 0)
-            low, high = low - turns * self.period, high - turns * self.period
-        bounds = torch.tensor([low - reach, high + reach], dtype=torch.float64)
-        first = int(torch.searchsorted(self.y, bounds[0]))
-        last = int(torch.searchsorted(self.y, bounds[1], right=True))
-        return self.order[torch.arange(first, last) % self.n].sort().values
-
-
-def _flat(indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    flat = indices[0]
-    for index, n in zip(indices[1:], shape[1:], strict=True):
-        flat = (flat[:, None] * n + index).flatten()
-    return flat
-
-
-def _block_size(x: _Inputs, radius: float) -> list[int]:
-    """Queries of a block along each axis: what is estimated to take the least time.
-
-    Larger blocks waste scores on keys that no single query reaches, smaller ones waste calls.
-    """
-    channels, heads = x.value.shape[0] * x.value.shape[-1], x.rate.numel()
-    spans = [(y.detach()[-1] - y.detach()[0]).item() for y in x.key_axes]
-    windows = [2 * radius / span * n if span > 0 else n for span, n in zip(spans, x.key_shape, strict=True)]
-    best = (math.inf, [1] * len(windows))
-    for edge in (2**k for k in range(10)):
-        sizes = [min(edge, m) for m in x.query_shape]
-        shares = [size / m for size, m in zip(sizes, x.query_shape, strict=True)]
-        keys = [min(n, 2 + w + n * s) for w, n, s in zip(windows, x.key_shape, shares, strict=True)]
-        rows, columns = math.prod(sizes), math.prod(keys)
-        if rows * columns * heads > BLOCK_SCORES:
-            break
-        # Nanoseconds for the calls of a block, for a score, for its product and for a number gathered.
-        one = 3e5 + heads * rows * columns * (3 + 0.03 * channels) + columns * channels
-        best = min(best, (one * math.prod(math.ceil(1 / s) for s in shares), sizes))
-    return best[1]
-
-
-def _blocks(x: _Inputs) -> Iterator[_Block]:
-    radius = x.radius.double().cpu()
-    axes = [_Axis(*args) for args in zip(x.query_axes, x.key_axes, x.period, strict=True)]
-    sizes = _block_size(x, radius.max().item())
-    ranges = [
-        [(start, min(m, start + size)) for start in range(0, m, size)]
-        for m, size in zip(x.query_shape, sizes, strict=True)
-    ]
-    boxes = list(itertools.product(*ranges))[::-1]
-    while boxes:
-        box = boxes.pop()
-        queries = [torch.arange(*span) for span in box]
-        rows = _flat(queries, x.query_shape)
-        reach = radius if radius.dim() == 0 else radius[rows].max()
-        keys = [axis.keys(*span, reach.item()) for axis, span in zip(axes, box, strict=True)]
-        scores = math.prod(map(len, keys)) * rows.numel() * x.rate.numel()
-        if scores > 2 * BLOCK_SCORES and rows.numel() > 1:  # keys that are denser here than on average
-            longest = max(range(len(box)), key=lambda i: box[i][1] - box[i][0])
-            start, stop = box[longest]
-            middle = (start + stop) // 2
-            halves = ((middle, stop), (start, middle))
-            boxes += [(*box[:longest], half, *box[longest + 1 :]) for half in halves]
-        elif scores > 0:
-            device = x.value.device
-            yield _Block(
-                [q.to(device) for q in queries],
-                [k.to(device) for k in keys],
-                rows.to(device),
-                _flat(keys, x.key_shape).to(device),
-            )
-
-
-def _gather(x: _Inputs, fields: Tensor, block: _Block) -> list[Tensor | None]:
+def _gather(x: Inputs, fields: Tensor, block: Block) -> list[Tensor | None]:
     """Of each input what a block takes: values (H, W, B C), rate, weights (W,), coordinates by axis."""
     w = None if x.weights is None else x.weights.index_select(0, block.columns).to(x.dtype)
     indices = (*block.queries, *block.keys)
@@ -199,7 +69,7 @@ def _gather(x: _Inputs, fields: Tensor, block: _Block) -> list[Tensor | None]:
     return [fields.index_select(1, block.columns), x.rate.to(x.dtype), w, *axes]
 
 
-def _variables(x: _Inputs, fields: Tensor, block: _Block) -> list[Tensor | None]:
+def _variables(x: Inputs, fields: Tensor, block: Block) -> list[Tensor | None]:
     """What the results of a block depend on."""
     v, rate, w, *axes = _gather(x, fields, block)
     if v is not None and w is not None:
@@ -220,7 +90,7 @@ class _Terms(NamedTuple):
     shift: Tensor
 
 
-def _terms(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> _Terms:
+def _terms(x: Inputs, block: Block, variables: Sequence[Tensor | None]) -> _Terms:
     _, rate, w, *axes = variables
     assert rate is not None
     d = len(x.query_axes)
@@ -241,7 +111,13 @@ def _terms(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> _Te
     if w is not None:
         outside = outside | (w == 0)
     scores = (-rate[:, None, None] * d2).masked_fill(outside, -math.inf)
-    logits = scores.detach() if w is None else scores.detach() + w.detach().log()
+    logits, scale = scores.detach(), rate.new_ones(())
+    if w is not None:
+        # Logarithms of weights near 1 are small, and so is their rounding.
+        scale = w.detach().amax()
+        scale = torch.where(scale > 0, scale, 1.0)
+        w = w / scale
+        logits = logits + w.detach().log()
     # The largest term becomes 1 whatever the weights are; a constant of the row, so it has no derivative.
     shift = logits.amax(-1, keepdim=True)
     empty = shift == -math.inf
@@ -249,15 +125,27 @@ def _terms(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> _Te
     if w is not None:
         terms = terms * w
     total = torch.where(empty, 1.0, terms.sum(-1, keepdim=True))
-    return _Terms(differences, d2, terms, total, shift)
+    return _Terms(differences, d2, terms, total, shift + scale.log())
 
 
-def _attend(x: _Inputs, block: _Block, variables: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+def _attend(x: Inputs, block: Block, variables: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """Output (H, T, B C) and lse (H, T) of a block; differentiable as often as wanted."""
     _, _, terms, total, shift = _terms(x, block, variables)
     v = variables[0]
     assert v is not None
     return _product(terms, v) / total, (shift + total.log()).squeeze(-1)
+
+
+def _attend_nonfinite(x: Inputs, block: Block, variables: Sequence[Tensor | None]) -> Tensor:
+    """Output for values with NaN or Inf, which only the queries within reach may see: 0 * NaN is NaN."""
+    v = variables[0]
+    assert v is not None
+    finite = v.isfinite()
+    out, _ = _attend(x, block, [v.masked_fill(~finite, 0.0), *variables[1:]])
+    counted = (_terms(x, block, variables).terms > 0).to(x.dtype)
+    for kind, found in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v.isnan())):
+        out = torch.where(_product(counted, found.to(x.dtype)) > 0, out + kind, out)
+    return out
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -266,7 +154,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _block_gradients(
-    x: _Inputs, block: _Block, variables: Sequence[Tensor | None], grad_out: Tensor, grad_lse: Tensor
+    x: Inputs, block: Block, variables: Sequence[Tensor | None], grad_out: Tensor, grad_lse: Tensor
 ) -> list[Tensor]:
     """Gradients of the variables (without weights: the axes' come after a placeholder)."""
     differences, d2, terms, total, shift = _terms(x, block, variables)
@@ -305,7 +193,7 @@ def _unfields(t: Tensor, like: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    x = _Inputs(*args)
+    x = Inputs(*args)
     for name, tensor in (("rate", x.rate), ("radius", x.radius), ("weights", x.weights)):
         if tensor is not None:
             check_nonnegative(name, tensor, finite=name == "weights")
@@ -314,8 +202,11 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     lse = x.value.new_full((x.rate.numel(), rows), -math.inf, dtype=x.dtype)
     with torch.no_grad(), torch.autocast(x.value.device.type, enabled=False):
         fields = _fields(x.value, x.dtype)
-        for block in _blocks(x):
-            part, lse_part = _attend(x, block, _variables(x, fields, block))
+        for block in blocks(x):
+            variables = _variables(x, fields, block)
+            part, lse_part = _attend(x, block, variables)
+            if part.device.type == "cpu" and not bool(part.sum().isfinite()):
+                part = _attend_nonfinite(x, block, variables)
             out.index_copy_(1, block.rows, part)
             lse.index_copy_(1, block.rows, lse_part)
     lse = lse.expand(x.value.shape[0], *lse.shape).contiguous()
@@ -325,7 +216,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 class _Gradients:
     """Sums of the gradients of the blocks' variables, in the precision of the computation."""
 
-    def __init__(self, x: _Inputs) -> None:
+    def __init__(self, x: Inputs) -> None:
         heads, batch, channels = x.value.shape[1], x.value.shape[0], x.value.shape[-1]
         self.x = x
         self.value = x.value.new_zeros(heads, math.prod(x.key_shape), batch * channels, dtype=x.dtype)
@@ -333,7 +224,7 @@ class _Gradients:
         self.weights = None if x.weights is None else torch.zeros_like(x.weights, dtype=x.dtype)
         self.axes = [torch.zeros_like(a, dtype=torch.float64) for a in x.axes]
 
-    def add(self, block: _Block, parts: Sequence[Tensor | None]) -> None:
+    def add(self, block: Block, parts: Sequence[Tensor | None]) -> None:
         v, rate, w, *axes = parts
         if v is not None:
             self.value.index_add_(1, block.columns, v)
@@ -359,25 +250,25 @@ class _Gradients:
         return [value, self.rate.to(x.rate.dtype), weights, *axes]
 
 
-def _cotangents(block: _Block, grad_out: Tensor, grad_lse: Tensor) -> list[Tensor]:
+def _cotangents(block: Block, grad_out: Tensor, grad_lse: Tensor) -> list[Tensor]:
     return [grad_out.index_select(1, block.rows), grad_lse.index_select(1, block.rows)]
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor, *args: Any) -> list[Tensor]:
     """Gradients of value, rate, weights and each axis."""
-    x = _Inputs(*args)
+    x = Inputs(*args)
     grads = _Gradients(x)
     with torch.no_grad(), torch.autocast(x.value.device.type, enabled=False):
         fields, g_out = _fields(x.value, x.dtype), _fields(grad_out, x.dtype)
         g_lse = grad_lse.to(x.dtype).sum(0)
-        for block in _blocks(x):
+        for block in blocks(x):
             variables = _variables(x, fields, block)
             grads.add(block, _block_gradients(x, block, variables, *_cotangents(block, g_out, g_lse)))
     return grads.result()
 
 
 def _double_backward(
-    x: _Inputs, grad_out: Tensor, grad_lse: Tensor, grad_grads: Sequence[Tensor | None]
+    x: Inputs, grad_out: Tensor, grad_lse: Tensor, grad_grads: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Gradients of what `_backward` returns with respect to grad_out, grad_lse and its other inputs.
 
@@ -389,7 +280,7 @@ def _double_backward(
         fields, direction_fields, g_out = (_fields(t, x.dtype) for t in (x.value, directions.value, grad_out))
         g_lse = grad_lse.to(x.dtype).sum(0)
         second_out, second_lse = torch.zeros_like(g_out), torch.zeros_like(g_lse)
-        for block in _blocks(x):
+        for block in blocks(x):
             variables = [
                 None if t is None else t.detach().requires_grad_() for t in _variables(x, fields, block)
             ]
@@ -412,22 +303,29 @@ def _double_backward(
     ]
 
 
-def _directions(x: _Inputs, grad_grads: Sequence[Tensor | None]) -> _Inputs:
+def _directions(x: Inputs, grad_grads: Sequence[Tensor | None]) -> Inputs:
     """What arrives for each gradient, in the place of its input: 0 where nothing does."""
-    found = [
-        None if t is None else torch.zeros_like(t) if g is None else g
-        for t, g in zip([x.value, x.rate, x.weights, *x.axes], grad_grads, strict=True)
-    ]
-    value, rate, weights, *axes = found
+
+    def of(t: Tensor, g: Tensor | None) -> Tensor:
+        return torch.zeros_like(t) if g is None else g
+
+    value, rate, weights, *rest = grad_grads
+    axes = [of(a, g) for a, g in zip(x.axes, rest, strict=True)]
     d = len(x.query_axes)
-    return x._replace(value=value, rate=rate, weights=weights, query_axes=axes[:d], key_axes=axes[d:])
+    return x._replace(
+        value=of(x.value, value),
+        rate=of(x.rate, rate),
+        weights=None if x.weights is None else of(x.weights, weights),
+        query_axes=axes[:d],
+        key_axes=axes[d:],
+    )
 
 
 class _DoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
         x, count = options
-        return tuple(_double_backward(x, *tensors[:2], tensors[-count:]))
+        return tuple(_double_backward(x, tensors[0], tensors[1], tensors[-count:]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -443,30 +341,30 @@ LIBRARY.impl("window_attention_backward", _backward, "CompositeExplicitAutograd"
 
 @torch.library.register_fake("continuum_ops::window_attention", lib=LIBRARY)
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    x = _Inputs(*args)
+    x = Inputs(*args)
     rows = (x.value.shape[0], x.rate.numel(), math.prod(x.query_shape))
     return x.value.new_empty(*rows, x.value.shape[-1]), x.value.new_empty(rows, dtype=x.dtype)
 
 
 @torch.library.register_fake("continuum_ops::window_attention_backward", lib=LIBRARY)
 def _(grad_out: Tensor, grad_lse: Tensor, *args: Any) -> list[Tensor]:
-    x = _Inputs(*args)
+    x = Inputs(*args)
     weights = x.value.new_empty(0) if x.weights is None else x.weights.new_empty(x.weights.shape)
     return [t.new_empty(t.shape) for t in (x.value, x.rate, weights, *x.axes)]
 
 
-def _saved(x: _Inputs) -> list[Tensor | None]:
+def _saved(x: Inputs) -> list[Tensor | None]:
     return [x.value, x.rate, x.weights, x.radius, *x.axes]
 
 
-def _restored(ctx: Any, tensors: Sequence[Any]) -> _Inputs:
+def _restored(ctx: Any, tensors: Sequence[Any]) -> Inputs:
     value, rate, weights, radius, *axes = tensors
     d = len(axes) // 2
-    return _Inputs(value, axes[:d], axes[d:], rate, weights, radius, *ctx.options)
+    return Inputs(value, axes[:d], axes[d:], rate, weights, radius, *ctx.options)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x = _Inputs(*inputs)
+    x = Inputs(*inputs)
     ctx.save_for_backward(*_saved(x))
     ctx.options = (x.period, x.eps)
 
@@ -489,7 +387,7 @@ torch.library.register_autograd(
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     grad_out, grad_lse, *rest = inputs
-    x = _Inputs(*rest)
+    x = Inputs(*rest)
     ctx.save_for_backward(grad_out, grad_lse, *_saved(x))
     ctx.options = (x.period, x.eps)
 
