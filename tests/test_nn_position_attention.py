@@ -151,7 +151,9 @@ def test_rates(name: str, function) -> None:
     layer = PositionAttention(8, None, 8, rate_function=name, dtype=torch.float64)
     with torch.no_grad():
         layer.rate_parameter.copy_(parameter)
-    np.testing.assert_allclose(layer.rate.detach().numpy(), function(parameter.numpy()), rtol=1e-8, atol=1e-12)
+    np.testing.assert_allclose(
+        layer.rate.detach().numpy(), function(parameter.numpy()), rtol=1e-8, atol=1e-12
+    )
     single = layer.float().rate
     assert (single >= 0).all() and torch.isfinite(single).all()
 
@@ -210,7 +212,12 @@ def test_state_dict_and_copy() -> None:
         ((4,), {"quantile": 1.5}, ValueError, "quantile must be None or a number between 0 and 1, was 1.5"),
         ((4,), {"rate_function": "exp"}, ValueError, "rate_function must be one of tan_clamped.*, was 'exp'"),
         ((4,), {"heads": "sum"}, ValueError, "heads must be .*, was 'sum'"),
-        ((4, 4, 2), {"heads": "concatenate"}, ValueError, r"out_features must be num_heads \* in_features = 8"),
+        (
+            (4, 4, 2),
+            {"heads": "concatenate"},
+            ValueError,
+            r"out_features must be num_heads \* in_features = 8",
+        ),
         ((4, 4, 2), {"initial_rate": (1.0,)}, ValueError, "initial_rate must be a number or 2 numbers"),
         ((4,), {"initial_rate": -1.0}, ValueError, "initial_rate must be .*, was -1.0"),
     ],
@@ -223,11 +230,19 @@ def test_constructor_errors(args, settings, error: type[Exception], message: str
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda f, u, x: f(u[0], x), ValueError, r"value must have shape \(B, 6, 3\) for 6 keys, was \(6, 3\)"),
+        (
+            lambda f, u, x: f(u[0], x),
+            ValueError,
+            r"value must have shape \(B, 6, 3\) for 6 keys, was \(6, 3\)",
+        ),
         (lambda f, u, x: f(u, x[:5]), ValueError, r"value must have shape \(B, 5, 3\) for 5 keys"),
         (lambda f, u, x: f(None, x), TypeError, "value must be a tensor, was NoneType"),
         (lambda f, u, x: f(u, [1.0], x), TypeError, "query_pos must be a Grid, another Mesh or a tensor"),
-        (lambda f, u, x: f(u, x.long(), x), TypeError, "query_pos must have a floating dtype, was torch.int64"),
+        (
+            lambda f, u, x: f(u, x.long(), x),
+            TypeError,
+            "query_pos must have a floating dtype, was torch.int64",
+        ),
         (lambda f, u, x: f(u, x[0], x), ValueError, r"query_pos must have shape \(N, d\) or"),
         (lambda f, u, x: f(u, x, weights="none"), ValueError, "weights must be .*, was 'none'"),
         (lambda f, u, x: f(u, x, weights=1.0), TypeError, "weights must be .*, was float"),

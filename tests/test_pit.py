@@ -335,7 +335,11 @@ GRID = co.Grid.uniform((4, 4))
     ("call", "error", "message"),
     [
         (lambda m, u: m(u[0], GRID), ValueError, r"u must have shape \(B, N, 1\), was \(16, 1\)"),
-        (lambda m, u: m(u.float(), GRID), ValueError, "u must have the dtype of the parameters, torch.float64"),
+        (
+            lambda m, u: m(u.float(), GRID),
+            ValueError,
+            "u must have the dtype of the parameters, torch.float64",
+        ),
         (lambda m, u: m(None, GRID), TypeError, "u must be a tensor, was NoneType"),
         (lambda m, u: m(u, None), TypeError, "mesh must be a Grid, a PointCloud or a tensor of points"),
         (lambda m, u: m(u, co.Grid.uniform((4, 5))), ValueError, r"mesh must have shape \(16, 2\) or"),
@@ -343,7 +347,11 @@ GRID = co.Grid.uniform((4, 4))
         (lambda m, u: m(u, GRID, rand(3, 3)), ValueError, "output_mesh must have points of shape"),
         (lambda m, u: m(u, GRID, latent_mesh=[1]), TypeError, "latent_mesh must be a Grid"),
         (lambda m, u: m(u, rand(16, 2).long()), TypeError, "mesh must have a floating dtype"),
-        (lambda m, u: m(u, rand(16, 2)), ValueError, r"latent_mesh must be given for a model with latent=\(2, 2\)"),
+        (
+            lambda m, u: m(u, rand(16, 2)),
+            ValueError,
+            r"latent_mesh must be given for a model with latent=\(2, 2\)",
+        ),
         (lambda m, u: m(u, GRID, weights="none"), ValueError, "weights must be .*, was 'none'"),
         (
             lambda m, u: m(u, m.geometry(GRID), GRID),

@@ -26,7 +26,7 @@ class DarcySettings:
     encoder_quantile: float = 0.02
     decoder_quantile: float = 0.05
     rate_function: str = "tan_sin"
-    initial_rate: tuple[float, ...] = (1.0, 20.0)
+    initial_rate: tuple[float, ...] = (10.0, 300.0)
     initial_local_rate: tuple[float, ...] = (400.0, 2500.0)
     batch_size: int = 8
     steps: int = 2000

@@ -335,10 +335,14 @@ class PiT(nn.Module):
         return mixed if concatenated else F.gelu(mixed)
 
     def _initialise(self) -> None:
-        """Variance 1 / fan-in and no bias: attention averages, so linear maps must not shrink too."""
+        """Weights of variance 2 / fan-in, biases 0.
+
+        With 1 / fan-in each GELU and each average would shrink what depends on u, until the network is
+        almost linear in it and learns little else.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                nn.init.normal_(module.weight, std=(2.0 / module.in_features) ** 0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
