@@ -36,8 +36,8 @@ def test_parameter_counts(name: str, total: int, lift: int, lift_initial: int, p
     assert lift + lift_initial + ENCODER + projection == total
 
 
-# PiT tables 9 and 2: position attention, self-attention everywhere (A), in the processor (B). The counts of A for
-# the three two-dimensional presets on grids are not in the paper, whose runs did not fit in memory.
+# PiT tables 9 and 2: position attention, self-attention everywhere (A), in the processor (B). The counts of A
+# for the three presets on grids of the plane are not in the paper: its runs did not fit in memory.
 PIT = {
     "pit-inviscid-burgers": (95_503, 152_833, 128_263),
     "pit-shock-tube": (95_631, 152_961, 128_391),
