@@ -177,8 +177,8 @@ def check(query_pos, key_pos, value, rate, weights=None, *, seed=3, **options) -
             size = float(np.abs(true[name][np.isfinite(true[name])]).max(initial=1.0))
         else:
             size = float(terms[name].max(initial=0.0))
-        # The budget's eps is value's: float64 positions make nothing more exact that is computed in float32, and
-        # the gradients of geometry see grad_out . out, where out is rounded to value's dtype.
+        # The budget's eps is value's: float64 positions make nothing more exact that is computed in float32,
+        # and the gradients of geometry see grad_out . out, where out is rounded to value's dtype.
         if name not in ("out", "lse"):
             size *= torch.finfo(value.dtype).eps / torch.finfo(actual.dtype).eps
         assert_within_budget(actual, true[name], _error(rough[name], true[name]), size, name)
