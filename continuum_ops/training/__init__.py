@@ -1,6 +1,8 @@
-"""What training loops share: losses as integrals, and files that are whole or not there."""
+"""What training shares: the loop, losses as integrals, normalisers, files that are whole or not there."""
 
 from .files import atomic_write
+from .loop import Fitted, fit
 from .losses import relative_l2
+from .normalizers import PointwiseNormalizer
 
-__all__ = ["atomic_write", "relative_l2"]
+__all__ = ["Fitted", "PointwiseNormalizer", "atomic_write", "fit", "relative_l2"]
