@@ -12,6 +12,8 @@ from . import quadrature
 from .backends import backends
 from .mesh import Grid, PointCloud
 from .ops.continuum_attention import continuum_attention
+from .ops.fourier_attention import fourier_attention
+from .ops.galerkin_attention import galerkin_attention
 from .ops.position_attention import position_attention
 
 __version__ = "0.1.0"
@@ -21,6 +23,8 @@ __all__ = [
     "backends",
     "continuum_attention",
     "data",
+    "fourier_attention",
+    "galerkin_attention",
     "models",
     "nn",
     "position_attention",

@@ -41,4 +41,8 @@ LIBRARY.define(
     "Tensor grad_query_pos, Tensor grad_key_pos, Tensor grad_rate)"
 )
 
+# Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
+LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
+LIBRARY.define("check_weights(Tensor weights) -> Tensor")
+
 extension()  # imports the kernels, whose registrations need the schemas above
