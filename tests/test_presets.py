@@ -36,6 +36,23 @@ def test_parameter_counts(name: str, total: int, lift: int, lift_initial: int, p
     assert lift + lift_initial + ENCODER + projection == total
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("galerkin-burgers", 523_000, 530_000),
+        ("fourier-burgers", 523_000, 530_000),
+        ("galerkin-darcy", 2_215_000, 2_225_000),
+        ("fourier-darcy", 2_215_000, 2_225_000),
+        ("galerkin-darcy-inverse", 2_375_000, 2_385_000),
+    ],
+)
+def test_parameter_counts_of_gt_table_5(name: str, low: int, high: int) -> None:
+    model = preset(name)
+    assert isinstance(model, co.models.GalerkinTransformer)
+    assert low <= count(model) < high
+    assert f"{count(model):,}" in (preset.__doc__ or "")
+
+
 def test_darcy64_maps_a_field_on_a_grid() -> None:
     torch.manual_seed(0)
     axis = torch.linspace(0, 1, 5)
@@ -59,12 +76,13 @@ def test_overrides_take_the_place_of_settings() -> None:
 
 
 def test_names_are_listed() -> None:
-    assert preset_names() == ["tno-cde", "tno-darcy64", "tno-lorenz63"]
+    assert preset_names() == sorted(preset_names())
+    assert {"tno-cde", "tno-darcy64", "tno-lorenz63", "galerkin-burgers"} <= set(preset_names())
     assert co.models.preset is preset
 
 
 def test_unknown_name_lists_the_names_and_the_closest() -> None:
-    names = "tno-cde, tno-darcy64, tno-lorenz63"
+    names = ", ".join(preset_names())
     with pytest.raises(ValueError, match=f"one of {names}, was 'tno-lorenz'; did you mean 'tno-lorenz63'"):
         preset("tno-lorenz")
     with pytest.raises(ValueError, match=r"was 'qqqq'$"):

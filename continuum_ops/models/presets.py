@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .galerkin_transformer import GalerkinTransformer
 from .tno import TNO
 
 # CA 6.1 and 6.2.2: d_model 128 and 6 encoder layers; CA (18): a feed-forward network as wide as d_model. The
@@ -21,6 +22,53 @@ _TNO: dict[str, Any] = {
     "activation": "gelu",
 }
 
+# GT table 5 states layers, d_model, heads, spectral layers with channels and modes, and the activation; table 7
+# the dropouts. Widths that the paper leaves open (feed-forward networks, decoder heads) are chosen so that the
+# counts are those of table 5.
+_BURGERS: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "coord_dim": 1,
+    "d_model": 96,
+    "num_heads": 1,
+    "num_layers": 4,
+    "decoder_channels": 48,
+    "head_channels": 32,
+    "modes": 16,
+}
+_DARCY: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "coord_dim": 2,
+    "d_model": 128,
+    "num_heads": 4,
+    "num_layers": 6,
+    "coarsening": 3.5,
+    "decoder_channels": 32,
+    "decoder_lift": True,
+    "modes": 12,
+    "attention_dropout": 0.1,
+    "downsample_dropout": 0.05,
+    "downsample_activation": "relu",
+}
+_DARCY_INVERSE: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "coord_dim": 2,
+    "d_model": 192,
+    "num_heads": 4,
+    "num_layers": 6,
+    "dim_feedforward": 512,
+    "coarsening": 3.0,
+    "coarse_output": True,
+    "decoder": "pointwise",
+    "decoder_activation": "relu",
+    "attention_dropout": 0.05,
+    "dropout": 0.05,
+    "downsample_dropout": 0.05,
+    "decoder_dropout": 0.05,
+}
+
 _PRESETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "tno-lorenz63": (
         TNO,
@@ -28,6 +76,11 @@ _PRESETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     ),
     "tno-cde": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 1, **_TNO}),
     "tno-darcy64": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 2, **_TNO}),
+    "galerkin-burgers": (GalerkinTransformer, {**_BURGERS, "attention_type": "galerkin"}),
+    "fourier-burgers": (GalerkinTransformer, {**_BURGERS, "attention_type": "fourier", "dropout": 0.05}),
+    "galerkin-darcy": (GalerkinTransformer, {**_DARCY, "attention_type": "galerkin", "dropout": 0.05}),
+    "fourier-darcy": (GalerkinTransformer, {**_DARCY, "attention_type": "fourier", "dropout": 0.1}),
+    "galerkin-darcy-inverse": (GalerkinTransformer, {**_DARCY_INVERSE, "attention_type": "galerkin"}),
 }
 
 
@@ -39,13 +92,18 @@ def preset_names() -> list[str]:
 def preset(name: str, **overrides: Any) -> nn.Module:
     """A freshly initialised model in the configuration of a published experiment.
 
-    ============== ===== ============================================= ==========
-    name           model operator                                      parameters
-    ============== ===== ============================================= ==========
-    tno-lorenz63   TNO   x(t), y(0), z(0) -> y(t), z(t), CA (40)       598,786
-    tno-cde        TNO   u(t) -> z(t) of the controlled ODE, CA 6.1    598,017
-    tno-darcy64    TNO   a(x) -> u(x), Darcy flow, 64 x 64, CA 6.2.2   598,145
-    ============== ===== ============================================= ==========
+    ====================== =================== ============================================= ==========
+    name                   model               operator                                      parameters
+    ====================== =================== ============================================= ==========
+    tno-lorenz63           TNO                 x(t), y(0), z(0) -> y(t), z(t), CA (40)       598,786
+    tno-cde                TNO                 u(t) -> z(t) of the controlled ODE, CA 6.1    598,017
+    tno-darcy64            TNO                 a(x) -> u(x), Darcy flow, 64 x 64, CA 6.2.2   598,145
+    galerkin-burgers       GalerkinTransformer u(x, 0) -> u(x, 1), GT 5.1                    529,601
+    fourier-burgers        GalerkinTransformer the same                                      529,601
+    galerkin-darcy         GalerkinTransformer a(x) -> u(x), grid 141 or 211, GT 5.2         2,217,565
+    fourier-darcy          GalerkinTransformer the same                                      2,217,565
+    galerkin-darcy-inverse GalerkinTransformer u(x) -> a(x) on the coarse grid, GT 5.3       2,384,833
+    ====================== =================== ============================================= ==========
 
     The second task of CA 6.1, x(t) -> y(t), is
     ``preset("tno-lorenz63", out_channels=1, initial_channels=0)``: 598,017 parameters.

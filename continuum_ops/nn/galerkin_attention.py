@@ -77,11 +77,8 @@ class GalerkinAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, number, least in (
-            ("embed_dim", embed_dim, 1),
-            ("num_heads", num_heads, 1),
-            ("coord_dim", coord_dim, 0),
-        ):
+        limits = (("embed_dim", embed_dim, 1), ("num_heads", num_heads, 1), ("coord_dim", coord_dim, 0))
+        for name, number, least in limits:
             if number < least:
                 raise ValueError(f"{name} must be at least {least}, got {number}")
         if embed_dim % num_heads:
@@ -96,16 +93,17 @@ class GalerkinAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.attention_type, self.dropout = attention_type, dropout
         self.eta, self.delta = eta, delta
-        factory = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
-        self.k_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
-        self.v_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
-        self.out_proj = nn.Linear(embed_dim + num_heads * coord_dim, embed_dim, bias, **factory)
-        for name in "qkv":
-            norm: nn.Module = nn.Identity()
-            if normalize and name in NORMALIZED[attention_type]:
-                norm = HeadNorm(num_heads, self.head_dim, **factory)
-            self.add_module(f"{name}_norm", norm)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.k_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.v_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.out_proj = nn.Linear(embed_dim + num_heads * coord_dim, embed_dim, bias, device, dtype)
+
+        def norm(name: str) -> nn.Module:
+            if not normalize or name not in NORMALIZED[attention_type]:
+                return nn.Identity()
+            return HeadNorm(num_heads, self.head_dim, device=device, dtype=dtype)
+
+        self.q_norm, self.k_norm, self.v_norm = norm("q"), norm("k"), norm("v")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
