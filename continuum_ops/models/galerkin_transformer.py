@@ -221,7 +221,7 @@ class GalerkinTransformer(nn.Module):
         assert self.lift is not None
         v = self.lift(torch.cat([u, points.expand(batch, *expected)], dim=-1))
         v = self._encode(v, points, mesh.weights if isinstance(mesh, Mesh) else None)
-        shape = (n,)
+        shape: tuple[int, ...] = (n,)
         if isinstance(self.decoder, SpectralDecoder):
             shape = _even_grid(mesh).shape
         return self.decoder(v, points, shape)

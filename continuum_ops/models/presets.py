@@ -22,9 +22,9 @@ _TNO: dict[str, Any] = {
     "activation": "gelu",
 }
 
-# GT table 5 states layers, d_model, heads, spectral layers with channels and modes, and the activation; table 7
-# the dropouts. Widths that the paper leaves open (feed-forward networks, decoder heads) are chosen so that the
-# counts are those of table 5.
+# GT table 5 states layers, d_model, heads, spectral layers with channels and modes, and the activation, table
+# 7 the dropouts. Widths that the paper leaves open (feed-forward networks, decoder heads) are chosen so that
+# the counts are those of table 5.
 _BURGERS: dict[str, Any] = {
     "in_channels": 1,
     "out_channels": 1,
