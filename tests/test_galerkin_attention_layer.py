@@ -173,6 +173,19 @@ def test_initialisation_is_diagonally_dominant():
 
 
 @pytest.mark.parametrize("attention_type", TYPES)
+def test_norms_start_neutral_but_for_the_scale_of_fourier(attention_type):
+    layer = GalerkinAttention(E, H, attention_type=attention_type)
+    scales = {
+        "q_norm": 1 / math.sqrt(E // H) if attention_type == "fourier" else 1.0,
+        "k_norm": 1.0,
+        "v_norm": 1.0,
+    }
+    for name, scale in scales.items():
+        for parameter, value in zip(getattr(layer, name).parameters(), (scale, 0.0), strict=False):
+            torch.testing.assert_close(parameter.detach(), torch.full((H, E // H), value))
+
+
+@pytest.mark.parametrize("attention_type", TYPES)
 def test_dropout_rests_in_evaluation(attention_type):
     """CASES 22."""
     layer, (x, _, x_pos, _) = make(attention_type, dropout=0.5), inputs()

@@ -40,7 +40,9 @@ class GalerkinAttention(nn.Module):
     back to embed_dim. All but "softmax" take O(N + M) memory and time.
 
     The projections start as W = eta U + delta I with U uniform on +-sqrt(3 / embed_dim), near the diagonal
-    (GT eq. 17), and bias 0.
+    (GT eq. 17), and bias 0. Norms start with weight 1; in "fourier" that of q starts with 1 / sqrt(head_dim),
+    so that q . k is of size 1 at first: nothing else bounds the scale of v there, and with products of size
+    head_dim the layers amplify it until training diverges.
 
     Dropout acts in training mode only. For "galerkin", "fourier" and "linear" it acts on the (small) matrix
     k^T W v of each head, since the N x M matrix is never formed; for "softmax" on the attention
@@ -117,6 +119,12 @@ class GalerkinAttention(nn.Module):
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+        for norm in (self.q_norm, self.k_norm, self.v_norm):
+            if isinstance(norm, HeadNorm):
+                nn.init.ones_(norm.weight)
+                nn.init.zeros_(norm.bias)
+        if self.attention_type == "fourier" and isinstance(self.q_norm, HeadNorm):
+            nn.init.constant_(self.q_norm.weight, 1.0 / math.sqrt(self.head_dim))
 
     def forward(
         self,
