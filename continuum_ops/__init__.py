@@ -12,6 +12,8 @@ from . import quadrature
 from .backends import backends
 from .mesh import Grid, PointCloud
 from .ops.continuum_attention import continuum_attention
+from .ops.fourier_attention import fourier_attention
+from .ops.galerkin_attention import galerkin_attention
 from .ops.position_attention import position_attention
 from .ops.quantile_radius import quantile_radius
 
@@ -22,6 +24,8 @@ __all__ = [
     "backends",
     "continuum_attention",
     "data",
+    "fourier_attention",
+    "galerkin_attention",
     "models",
     "nn",
     "position_attention",

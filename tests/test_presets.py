@@ -101,6 +101,23 @@ def test_pit_on_the_meshes_of_its_benchmarks() -> None:
         assert out.shape == (2, len(mesh), 1) and torch.isfinite(out).all(), name
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("galerkin-burgers", 523_000, 530_000),
+        ("fourier-burgers", 523_000, 530_000),
+        ("galerkin-darcy", 2_215_000, 2_225_000),
+        ("fourier-darcy", 2_215_000, 2_225_000),
+        ("galerkin-darcy-inverse", 2_375_000, 2_385_000),
+    ],
+)
+def test_parameter_counts_of_gt_table_5(name: str, low: int, high: int) -> None:
+    model = preset(name)
+    assert isinstance(model, co.models.GalerkinTransformer)
+    assert low <= count(model) < high
+    assert f"{count(model):,}" in (preset.__doc__ or "")
+
+
 def test_darcy64_maps_a_field_on_a_grid() -> None:
     torch.manual_seed(0)
     axis = torch.linspace(0, 1, 5)
@@ -124,7 +141,9 @@ def test_overrides_take_the_place_of_settings() -> None:
 
 
 def test_names_are_listed() -> None:
-    assert preset_names() == [*sorted(PIT), "tno-cde", "tno-darcy64", "tno-lorenz63"]
+    names = preset_names()
+    assert names == sorted(names)
+    assert {*PIT, "tno-cde", "tno-darcy64", "tno-lorenz63", "galerkin-burgers"} <= set(names)
     assert co.models.preset is preset
 
 

@@ -81,5 +81,8 @@ _WINDOW = (
 )
 LIBRARY.define(f"window_attention({_WINDOW}) -> (Tensor out, Tensor lse)")
 LIBRARY.define(f"window_attention_backward(Tensor grad_out, Tensor grad_lse, {_WINDOW}) -> Tensor[]")
+# Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
+LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
+LIBRARY.define("check_weights(Tensor weights) -> Tensor")
 
 extension()  # imports the kernels, whose registrations need the schemas above

@@ -2,7 +2,15 @@
 
 from .files import atomic_write
 from .loop import Fitted, fit
-from .losses import relative_l2
+from .losses import h1_seminorm, relative_l2, relative_l2_h1
 from .normalizers import PointwiseNormalizer
 
-__all__ = ["Fitted", "PointwiseNormalizer", "atomic_write", "fit", "relative_l2"]
+__all__ = [
+    "Fitted",
+    "PointwiseNormalizer",
+    "atomic_write",
+    "fit",
+    "h1_seminorm",
+    "relative_l2",
+    "relative_l2_h1",
+]
