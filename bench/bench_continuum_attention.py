@@ -88,7 +88,11 @@ def exact(x: Inputs, *, weighted: bool, chunk_bytes: int = 2**25) -> dict[str, T
     q, k, v, g = (t.detach().double() for t in (x.query, x.key, x.value, x.grad_out))
     n, dim = q.shape[-2:]
     scale = dim**-0.5
-    log_w = x.weights.detach().double().log() if weighted else torch.zeros(n, dtype=torch.float64)
+    log_w = (
+        x.weights.detach().double().log()
+        if weighted
+        else torch.zeros(n, dtype=torch.float64, device=q.device)
+    )
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     out = torch.zeros_like(v[..., x.rows, :])
     dlog_w = torch.zeros_like(log_w)

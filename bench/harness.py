@@ -15,7 +15,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu.record import write_json as write_json
 from torch import Tensor
 
 import continuum_ops
@@ -296,20 +296,3 @@ def new_document(op: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The frame of a result file; the caller adds "rows", "ceilings" and "memory"."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"op": op, "created": created, "settings": dict(settings), "machine": describe_machine()}
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write all of it or nothing: to a temporary file beside ``path``, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as f:
-            json.dump(document, f, indent=1)
-            f.write("\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
