@@ -438,6 +438,21 @@ def test_counts_of_pytest_are_read_from_its_lines(tmp_path, cut):
         assert found["rc"] == 1
 
 
+@pytest.mark.parametrize(
+    ("answer", "chosen", "expected"), [("9.0", None, "9.0"), ("9.0", "8.0", None), (None, None, None)]
+)
+def test_the_extension_is_built_for_the_card_unless_chosen(tmp_path, monkeypatch, answer, chosen, expected):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    if answer is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho {answer}\n")
+        tool.chmod(0o755)
+    assert steps.pip_install(9.0).env.get("TORCH_CUDA_ARCH_LIST") == expected
+
+
 def test_lines_of_parallel_pytest_are_read_too():
     text = "[gw0] [ 50%] PASSED tests/t.py::test_a[x-1]\n[gw1] [100%] FAILED tests/t.py::test_b \n"
     expected = {"counts": {"failed": 1, "passed": 1}, "failed": ["tests/t.py::test_b"]}

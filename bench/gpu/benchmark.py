@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import steps
 from .case import OURS, PRECISIONS, Case, Operator, finish_rows
 from .record import Budget, Estimates, Record
 from .timing import Clock, CudaClock, Measured, explain, is_fatal, prepare, time_in_turns
@@ -151,7 +152,7 @@ def describe_gpu() -> dict[str, Any]:
         "multiprocessors": card.multi_processor_count,
         "l2_mib": card.L2_cache_size / 2**20,
         "memory_gib": round(card.total_memory / 2**30, 1),
-        **smi(fields),
+        **steps.smi(fields),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -159,15 +160,6 @@ def describe_gpu() -> dict[str, Any]:
         "triton": version_of("triton"),
         "nvcc": nvcc_version(),
     }
-
-
-def smi(fields: Sequence[str]) -> dict[str, str]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(fields, (v.strip() for v in text.splitlines()[0].split(",")), strict=False))
 
 
 def version_of(name: str) -> str | None:

@@ -106,9 +106,22 @@ def sanitizer_summary(text: str) -> dict[str, Any]:
     return {"errors": sum(map(int, errors)) if errors else None}
 
 
+def smi(fields: Sequence[str]) -> dict[str, str]:
+    """What nvidia-smi says of the first card; nothing where it is missing or fails."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields, (v.strip() for v in text.splitlines()[0].split(",")), strict=False))
+
+
 def pip_install(limit: float) -> Step:
+    """For this card only, unless the caller has chosen: each further architecture takes as long again."""
+    card = smi(["compute_cap"]).get("compute_cap")
+    env = {} if card is None or "TORCH_CUDA_ARCH_LIST" in os.environ else {"TORCH_CUDA_ARCH_LIST": card}
     options = ["--no-build-isolation", "--no-deps", "--disable-pip-version-check", "-v", "-e", "."]
-    return Step("install", [sys.executable, "-m", "pip", "install", *options], limit)
+    return Step("install", [sys.executable, "-m", "pip", "install", *options], limit, env)
 
 
 def gpu_tests(limit: float, *, workers: int) -> Step:
