@@ -25,9 +25,8 @@ from gpu.record import Budget, Record
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("continuum_attention", "position_attention")
 WARMERS = 4  # processes that compile for the benchmark while the tests run
-ATTEMPTS = (
-    4  # processes of the benchmark: one that breaks its CUDA context is replaced, past the case it broke on
-)
+WARM_SECONDS = 60.0  # they have that long at least, and longer while the tests take longer
+ATTEMPTS = 4  # processes of the benchmark: one that loses its CUDA context is replaced, past that case
 SHARES = {"install": 0.35, "checks": 0.32}  # of the budget at most; the benchmark has the rest
 CLOSING = 4.0  # seconds kept for ending processes and writing
 
@@ -75,18 +74,19 @@ def new_document(args: argparse.Namespace, ops: Sequence[str]) -> dict[str, Any]
     }
 
 
-def check_steps(ops: Sequence[str], limit: float, record: Record) -> list[steps.Step]:
+def check_steps(ops: Sequence[str], limit: float, record: Record, *, tests: bool = True) -> list[steps.Step]:
     """Tests, compute-sanitizer and compilations for the benchmark: they share the card, nothing is timed."""
     script = Path(__file__).resolve()
-    found = [steps.gpu_tests(limit, workers=4 if has_xdist() else 1)]
-    for tool in ("memcheck", "racecheck"):
+    found = [steps.gpu_tests(limit, workers=4 if has_xdist() else 1)] if tests else []
+    for tool in ("memcheck", "racecheck") if tests else ():
         try:
             found.append(steps.sanitizer(tool, script, ops, limit))
         except FileNotFoundError as error:
             record.put("steps", tool, {"skipped": str(error)})
     task = json.dumps({"names": list(ops)})
     command = [sys.executable, str(script), "--warm", task]
-    found.append(steps.Step("warm", command, limit, summary=warmed_summary))
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    found.append(steps.Step("warm", command, limit, env, warmed_summary, WARM_SECONDS))
     return found
 
 
@@ -131,9 +131,8 @@ def check(args: argparse.Namespace) -> Record:
     if not args.skip_install:
         limit = budget.limit(SHARES["install"] * args.budget, reserve=CLOSING)
         steps.run_steps([steps.pip_install(limit)], record, out, cwd=ROOT)
-    if not args.skip_checks:
-        limit = budget.limit(SHARES["checks"] * args.budget, reserve=CLOSING)
-        steps.run_steps(check_steps(ops, limit, record), record, out, cwd=ROOT)
+    limit = budget.limit(SHARES["checks"] * args.budget, reserve=CLOSING)
+    steps.run_steps(check_steps(ops, limit, record, tests=not args.skip_checks), record, out, cwd=ROOT)
     run_benchmark(record, ops, budget)
     return record
 
@@ -143,8 +142,8 @@ def plan(args: argparse.Namespace) -> None:
     from gpu import benchmark
 
     chosen = benchmark.operators(OPS if args.only is None else (args.only,))
-    for case in benchmark.interleave([operator.cases() for operator in chosen.values()]):
-        print(f"{case.key}: {'; '.join(chosen[case.op].names(case))}")
+    cases = benchmark.interleave([operator.cases() for operator in chosen.values()])
+    print("\n".join(f"{case.key}: {'; '.join(chosen[case.op].names(case))}" for case in cases))
 
 
 def warm(names: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """The rehearsal of a GPU run where there is no GPU: torch for CUDA, the CUDA extension, the kernels compiled.
 
-``make preflight`` runs it in a venv with torch 2.11.0. It checks that the CUDA library was built and loads, that
-every operator of the list has a CUDA kernel, that the benchmark's modules import, and runs the tests that compile
-the Triton kernels ahead of time.
+``make preflight`` runs it in a venv with torch 2.11.0. It checks that the CUDA library was built and loads,
+that every operator of the list has a CUDA kernel, that the benchmark's modules import, and runs the tests
+that compile the Triton kernels ahead of time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_torch() -> None:
 
 
 def check_operators() -> None:
-    """Registered for the key CUDA: the library is loaded and its schemas agree; a GPU is not needed for that."""
+    """Registered for the key CUDA: the library is loaded and its schemas agree; that needs no GPU."""
     for name, said in continuum_ops.backends().items():
         print(f"{name}: {said}")
     has = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -32,11 +32,13 @@ FLEX = "FlexAttention, score_mod"
 
 def cases() -> list[Case]:
     """d = 16 at 65,536 points first (after a smaller size that shows who is right, and how fast), then its
-    largest forward; then the other d, TF32, the smaller sizes, and last the long runs at 173,056."""
+    largest forward; then the other d, TF32, the smaller sizes, and last the long runs at 173,056 points."""
     main, both, large = ("float32", "bfloat16"), (FORWARD, BACKWARD), SIZES[-1]
     order = [(p, b, 16, n) for n in (16384, 65536) for p in main for b in both]
     order += [(p, FORWARD, 16, large) for p in main]
     order += [(p, b, d, 65536) for b in both for d in (32, 64, 128) for p in main]
+    order += [(p, BACKWARD, 16, large) for p in main] + [(p, FORWARD, 32, large) for p in main]
+    order += [(p, b, 16, 4096) for p in main for b in both]
     order += [("tf32", b, d, 65536) for b in both for d in DIMS]
     order += [(p, b, d, n) for n in (4096, 16384) for p in (*main, "tf32") for d in DIMS for b in both]
     order += [(p, b, d, large) for d in DIMS for b in both for p in (*main, "tf32")]

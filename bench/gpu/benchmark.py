@@ -20,7 +20,8 @@ from .record import Budget, Estimates, Record
 from .timing import Clock, CudaClock, Measured, explain, is_fatal, prepare, time_in_turns
 
 CALLS = 7  # of a candidate at least: parity, memory, warm-up, three samples, and one to spare
-COMPILE = {"FlexAttention": 12.0}  # seconds, where no earlier process has filled the cache
+COMPILE = {"FlexAttention": 12.0}  # seconds, where no earlier process has filled the compiler's cache
+WARMED = 3.0  # seconds, where one has
 WARM_LARGEST = 65536 * 64  # N d of what is compiled beforehand, with real tensors, beside the tests
 CASE_SECONDS = 0.6  # of timing for a case whose calls are short
 
@@ -33,9 +34,9 @@ def operators(names: Sequence[str]) -> dict[str, Operator]:
 
 
 def compile_seconds(name: str, case: Case, warmed: Sequence[str]) -> float:
-    """What the first call of a candidate costs beyond its time: nothing after a warm-up of the same case."""
+    """What the first call of a candidate costs beyond its time."""
     cost = next((s for prefix, s in COMPILE.items() if name.startswith(prefix)), 0.0)
-    return 1.0 if warmed_key(name, case) in warmed else cost
+    return min(cost, WARMED) if warmed_key(name, case) in warmed else cost
 
 
 def warmed_key(name: str, case: Case) -> str:

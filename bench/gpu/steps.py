@@ -23,13 +23,14 @@ Summary = Callable[[str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Step:
-    """A command, its log file, its limit in seconds, and what its log says in a few words."""
+    """A command, its limit in seconds, and what its log says in a few words."""
 
     name: str
     command: Sequence[str]
     limit: float
     env: dict[str, str] = field(default_factory=dict)
     summary: Summary = lambda text: {}
+    companion: float | None = None  # seconds after which it ends with the last step that has none
 
 
 def run_steps(steps: Sequence[Step], record: Record, logs: Path, *, cwd: Path, poll: float = 0.1) -> None:
@@ -52,7 +53,10 @@ def run_steps(steps: Sequence[Step], record: Record, logs: Path, *, cwd: Path, p
         while running:
             for name, (step, child, start) in list(running.items()):
                 seconds = time.monotonic() - start
-                late = seconds > step.limit
+                alone = all(other.companion is not None for other, _, _ in running.values())
+                late = seconds > step.limit or (
+                    alone and step.companion is not None and seconds > step.companion
+                )
                 if child.poll() is None and not late:
                     continue
                 late = child.poll() is None
