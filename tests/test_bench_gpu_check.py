@@ -144,7 +144,6 @@ def test_the_steps_share_the_budget_and_a_broken_benchmark_is_started_again(tmp_
 
     monkeypatch.setattr(steps, "run_steps", run_steps)
     monkeypatch.setattr(steps, "find_sanitizer", lambda: "compute-sanitizer")
-    monkeypatch.setenv("PYTHONPATH", "")
     record = gpu_check.check(gpu_check.parse(["--out", str(tmp_path), "--budget", "100"]))
     names = [step.name for step in ran]
     assert names == ["install", "pytest", "memcheck", "racecheck", "warm", "benchmark", "benchmark1"]
@@ -156,6 +155,20 @@ def test_the_steps_share_the_budget_and_a_broken_benchmark_is_started_again(tmp_
     assert task["warmed"] == ["FlexAttention: x"]
     assert task["deadline"] == pytest.approx(time.time() + 96.0, abs=5.0)
     assert set(json.loads(record.path.read_text())["steps"]) == set(names)
+
+
+def test_an_installation_that_fails_is_tried_again_without_compiled_kernels(tmp_path, monkeypatch):
+    ran = []
+
+    def run_steps(some, record, logs, *, cwd):
+        ran.extend(some)
+        record.put("steps", some[0].name, {"rc": 1 if some[0].name == "install" else 0})
+
+    monkeypatch.setattr(steps, "run_steps", run_steps)
+    record = new_record(tmp_path / "r.json")
+    gpu_check.install(record, 9.0)
+    assert [step.name for step in ran] == ["install", "install-without-extension"]
+    assert ran[1].env["CONTINUUM_OPS_NO_EXT"] == "1"
 
 
 @pytest.mark.parametrize(

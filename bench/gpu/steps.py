@@ -120,12 +120,15 @@ def smi(fields: Sequence[str]) -> dict[str, str]:
     return dict(zip(fields, (v.strip() for v in text.splitlines()[0].split(",")), strict=False))
 
 
-def pip_install(limit: float) -> Step:
+def pip_install(limit: float, *, compiled: bool = True) -> Step:
     """For this card only, unless the caller has chosen: each further architecture takes as long again."""
+    name = "install" if compiled else "install-without-extension"
     card = smi(["compute_cap"]).get("compute_cap")
     env = {} if card is None or "TORCH_CUDA_ARCH_LIST" in os.environ else {"TORCH_CUDA_ARCH_LIST": card}
+    if not compiled:
+        env["CONTINUUM_OPS_NO_EXT"] = "1"
     options = ["--no-build-isolation", "--no-deps", "--disable-pip-version-check", "-v", "-e", "."]
-    return Step("install", [sys.executable, "-m", "pip", "install", *options], limit, env)
+    return Step(name, [sys.executable, "-m", "pip", "install", *options], limit, env)
 
 
 def gpu_tests(limit: float, *, workers: int) -> Step:
