@@ -1,8 +1,5 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
 #   make demo | test | lint | packaging | asan | bench | clean
-#   make gpu-check          on a machine with a GPU: installs into $(PYTHON)'s own environment, tests, measures; OUT=folder
-#   make preflight          the rehearsal of that without a GPU: torch 2.11.0 for CUDA (5 GB) in .venv-preflight
-#   PYTHON312=python3.12    the interpreter of the rehearsal
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
 #   PYTHON=python3.12       the interpreter that .venv is made of
 #   WORKERS=4               processes that run the tests, one thread each
@@ -13,15 +10,12 @@ WORKERS ?= 2
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
-PYTHON312 ?= python3.12
-PREFLIGHT := .venv-preflight
-OUT     ?= gpu_check
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
 # One thread a worker: more threads than cores make small kernels many times slower.
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint packaging asan bench gpu-check preflight clean FORCE
+.PHONY: demo test lint packaging asan bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/continuum-ops demo
@@ -43,9 +37,15 @@ asan: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/bench_continuum_attention.py
 
+# On a machine with a GPU: installs into the environment that $(PYTHON) has, tests, measures; OUT is the folder of results.
+OUT ?= gpu_check
+.PHONY: gpu-check preflight
 gpu-check:
 	$(PYTHON) bench/gpu_check.py --out $(OUT)
 
+# The rehearsal of that without a GPU: torch 2.11.0 for CUDA, 5 GB, and Python 3.12 as PYTHON312.
+PYTHON312 ?= python3.12
+PREFLIGHT := .venv-preflight
 preflight: $(PREFLIGHT)/ready
 	$(PREFLIGHT)/bin/python -m pip --disable-pip-version-check install -q --no-build-isolation --no-deps -e .
 	OMP_NUM_THREADS=1 $(PREFLIGHT)/bin/python ci/preflight.py
