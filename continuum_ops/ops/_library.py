@@ -41,4 +41,30 @@ LIBRARY.define(
     "Tensor grad_query_pos, Tensor grad_key_pos, Tensor grad_rate)"
 )
 
+# Positions (P, N, d) and (P, M, d), P = 1 or B, float32 or float64; value (B, HV, M, C), HV = 1 or H; rate
+# (H,), weights (W, M), radius (R, N) in the accumulation dtype, W and R = 1 or B. out (B, H, N, C); lse and
+# stats (G, H, N[, 2]) with G = 1 where positions, weights and radius are shared by the batch, else B. What
+# stats holds is the backend's own affair: its backward reads it. Positions of float64 beside a narrower
+# value: their differences are as accurate as float32 can hold.
+_POSITION = "Tensor query_pos, Tensor key_pos, Tensor value, Tensor rate, Tensor? weights"
+_POSITION_GRADS = (
+    "(Tensor grad_query_pos, Tensor grad_key_pos, Tensor grad_value, Tensor grad_rate, Tensor grad_weights)"
+)
+LIBRARY.define(
+    f"position_attention_forward({_POSITION}, Tensor? radius, float[]? period) "
+    "-> (Tensor out, Tensor lse, Tensor stats)"
+)
+# needs: one for each of the first five inputs; gradients that are not needed have shape (0,).
+LIBRARY.define(
+    f"position_attention_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, Tensor lse, "
+    f"Tensor stats, Tensor? radius, float[]? period, bool[] needs) -> {_POSITION_GRADS}"
+)
+LIBRARY.define(
+    f"position_attention_chunked({_POSITION}, Tensor? radius, float[]? period) -> (Tensor out, Tensor lse)"
+)
+LIBRARY.define(
+    f"position_attention_chunked_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor? radius, "
+    f"float[]? period, bool[] needs) -> {_POSITION_GRADS}"
+)
+
 extension()  # imports the kernels, whose registrations need the schemas above
