@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace continuum_ops {
 namespace cuda {
@@ -113,7 +114,7 @@ template <int K, class AtA, class AtB> void mma_on_host(float (&c)[4], AtA a_at,
 // c (16 x 8, float32) += a (16 x 16) b (16 x 8).
 template <class T> __device__ __forceinline__ void mma_16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #ifdef __CUDACC__
-  if constexpr (sizeof(T) == 2 && std::is_same<T, bf16>::value)
+  if constexpr (std::is_same<T, bf16>::value)
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   else
@@ -123,9 +124,8 @@ template <class T> __device__ __forceinline__ void mma_16(float (&c)[4], const u
   const auto all = cuda_cpu::gather<6>({a[0], a[1], a[2], a[3], b[0], b[1]});
   auto half = [](uint64_t word, int k) {
     const uint16_t bits = uint16_t(word >> 16 * (k % 2));
-    T x;
-    std::memcpy(&x, &bits, 2);
-    return widen(x);
+    if constexpr (std::is_same<T, bf16>::value) return widen(bf16(__nv_bfloat16_raw{bits}));
+    else return widen(f16(__half_raw{bits}));
   };
   mma_on_host<16>(
       c, [&](int row, int k) { return half(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k); },

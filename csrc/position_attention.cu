@@ -39,7 +39,7 @@ template <class Tile, int CT, int THREADS> struct SumShape {
 };
 
 template <class T, bool TF32, int CT, int THREADS, bool TRANSPOSED, class A = typename Tile<T, TF32>::Acc>
-__global__ void __launch_bounds__(THREADS) weighted_sum(Geometry<A> geo, Columns<T> x, SumOutput<T, A> o) {
+__global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile<T, TF32>::arithmetic <= Arithmetic::tf32 ? 3 : 2) weighted_sum(Geometry<A> geo, Columns<T> x, SumOutput<T, A> o) {
   using Tl = Tile<T, TF32>;
   using S = SumShape<Tl, CT, THREADS>;
   CUDA_DYN_SMEM(T, shared);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(THREADS) weighted_sum(Geometry<A> geo, Columns
 #pragma unroll 1
       for (int s = 0; s < S::SCORES; s += 4) {
         const int64_t j = j0 + j_first + s;
-        const Four<A> distance = distances(point, row_points.pad, others + j, other_points.pad, geo.period, row_points.d);
+        const Four<A> distance = distances(point, row_points, others + j, other_points, geo.period);
         const Four<A> term = *reinterpret_cast<const Four<A>*>((TRANSPOSED ? drops : log_weights) + j);
         Four<A> reach, scale;
         if (TRANSPOSED) {
@@ -170,7 +170,7 @@ template <class Tile> struct SideShape {
 
 // g_ik = p_ik (grad_out_i . value_k + centre_i); rows are the queries, or the keys if TRANSPOSED.
 template <class T, bool TF32, bool TRANSPOSED, class A = typename Tile<T, TF32>::Acc>
-__global__ void __launch_bounds__(SUM_THREADS) score_sums(Geometry<A> geo, Columns<T> grad_out, Columns<T> value, ScoreSums<A> o) {
+__global__ void __launch_bounds__(SUM_THREADS, sizeof(T) == 8 ? 1 : 2) score_sums(Geometry<A> geo, Columns<T> grad_out, Columns<T> value, ScoreSums<A> o) {
   using Tl = Tile<T, TF32>;
   using S = SideShape<Tl>;
   CUDA_DYN_SMEM(T, shared);
@@ -202,15 +202,11 @@ __global__ void __launch_bounds__(SUM_THREADS) score_sums(Geometry<A> geo, Colum
     A distance[R][C] = {}, p[R][C];
 #pragma unroll 1
     for (int axis = 0; axis < row_points.d; ++axis) {
-      A from[R];
-#pragma unroll
-      for (int r = 0; r < R; ++r) from[r] = row_position[axis * row_points.pad + rows[r]];
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        const A to = other_position[axis * other_points.pad + columns[c / 2] + c % 2];
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          const A step = difference(from[r], to, geo.period, axis);
+          const A step = difference(row_position + rows[r], row_points, other_position + columns[c / 2] + c % 2, other_points, geo.period, axis);
           distance[r][c] = fused(step, step, distance[r][c]);
         }
       }
@@ -256,10 +252,9 @@ __global__ void __launch_bounds__(SUM_THREADS) score_sums(Geometry<A> geo, Colum
       const int axis = o.first_axis + a;
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        const A to = other_position[axis * other_points.pad + columns[c / 2] + c % 2];
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          const A step = difference(row_position[axis * row_points.pad + rows[r]], to, geo.period, axis);
+          const A step = difference(row_position + rows[r], row_points, other_position + columns[c / 2] + c % 2, other_points, geo.period, axis);
           sums[r][2 + a] = fused(p[r][c], TRANSPOSED ? -step : step, sums[r][2 + a]);
         }
       }
@@ -314,9 +309,14 @@ template <class A> struct Pieces {
   Pieces(const PositionProblem& p, const PositionGradients* gradients, Scratch& scratch) {
     const int64_t n = padded(p.n), m = padded(p.m), geometries = p.geometries();
     auto points = [&](int64_t entries, int64_t count, int64_t pad) {
-      return Points<A>{scratch.take<A>(entries * p.d * pad), scratch.take<A>(entries * pad / POINTS * p.d * 2), entries, count, pad, int(p.d)};
+      const int parts = p.wide_positions && sizeof(A) == 4 ? 2 : 1;
+      A* position = scratch.take<A>(entries * p.d * parts * pad);
+      return Points<A>{position, scratch.take<A>(entries * pad / POINTS * p.d * 2), entries, count, pad, int(p.d), parts};
     };
-    auto field = [&](int64_t entries, int64_t pad) { return Field<A>{scratch.take<A>(entries * pad), scratch.take<A>(entries * pad / POINTS), entries, pad}; };
+    auto field = [&](int64_t entries, int64_t pad) {
+      A* value = scratch.take<A>(entries * pad);
+      return Field<A>{value, scratch.take<A>(entries * pad / POINTS), entries, pad};
+    };
     geo.query = points(p.query_entries, p.n, n);
     geo.key = points(std::max(p.key_entries, p.weight_entries), p.m, m);
     geo.log_weights = field(p.weight_entries, m);
@@ -374,7 +374,6 @@ template <class T> Columns<T> columns_of(const PositionProblem& p, const void* d
 
 template <class A> void pack(Launcher& launch, const PositionProblem& p, Pieces<A>& pieces) {
   Geometry<A>& geo = pieces.geo;
-  auto strided3 = [](const void* data, const int64_t (&s)[3]) { return Strided3<A>{static_cast<const A*>(data), {s[0], s[1], s[2]}}; };
   auto strided2 = [](const void* data, const int64_t (&s)[2]) { return Strided2<A>{static_cast<const A*>(data), {s[0], s[1]}}; };
   for (int64_t first = 0; p.period && first < p.d; first += 16) {
     Period period{};
@@ -383,8 +382,16 @@ template <class A> void pack(Launcher& launch, const PositionProblem& p, Pieces<
   }
   launch(pack_weights<A>, geo.log_weights.entries * geo.log_weights.pad / POINTS, POINTS, 0, geo.log_weights, strided2(p.weights, p.weights_strides), p.m);
   launch(pack_radius<A>, geo.reach.entries * geo.reach.pad / POINTS, POINTS, 0, geo.reach, strided2(p.radius, p.radius_strides), p.n);
-  launch(pack_points<A>, geo.query.entries * geo.query.pad / POINTS, POINTS, 0, geo.query, strided3(p.query_pos, p.query_pos_strides), geo.log_weights, 0);
-  launch(pack_points<A>, geo.key.entries * geo.key.pad / POINTS, POINTS, 0, geo.key, strided3(p.key_pos, p.key_pos_strides), geo.log_weights, 1);
+  auto points = [&](const Points<A>& to, const void* data, const int64_t (&s)[3], int weighted) {
+    const int64_t tiles = to.entries * to.pad / POINTS;
+    if (p.wide_positions) {
+      launch(pack_points<A, double>, tiles, POINTS, 0, to, Strided3<double>{static_cast<const double*>(data), {s[0], s[1], s[2]}}, geo.log_weights, weighted);
+    } else {
+      launch(pack_points<A, A>, tiles, POINTS, 0, to, Strided3<A>{static_cast<const A*>(data), {s[0], s[1], s[2]}}, geo.log_weights, weighted);
+    }
+  };
+  points(geo.query, p.query_pos, p.query_pos_strides, 0);
+  points(geo.key, p.key_pos, p.key_pos_strides, 1);
 }
 
 template <class T, bool TF32, int CT, int THREADS, bool TRANSPOSED, class A>
@@ -399,10 +406,18 @@ void launch_sum(Launcher& launch, const Geometry<A>& geo, const Columns<T>& x, c
 // Wide blocks compute P once for more columns, narrow ones waste less where there are few.
 template <class T, bool TF32, bool TRANSPOSED, class A>
 void launch_sum(Launcher& launch, const Geometry<A>& geo, const Columns<T>& x, const SumOutput<T, A>& o) {
-  if constexpr (sizeof(T) == 8) return launch_sum<T, TF32, 64, 256, TRANSPOSED>(launch, geo, x, o);
-  else if (o.columns <= 64) return launch_sum<T, TF32, 64, 256, TRANSPOSED>(launch, geo, x, o);
-  else if (o.columns <= 256) return launch_sum<T, TF32, 256, 256, TRANSPOSED>(launch, geo, x, o);
-  else return launch_sum<T, TF32, 512, 512, TRANSPOSED>(launch, geo, x, o);
+  using Tl = Tile<T, TF32>;
+  if constexpr (Tl::is_double) {
+    return launch_sum<T, TF32, 64, 256, TRANSPOSED>(launch, geo, x, o);
+  } else {
+    if (o.columns <= 64) return launch_sum<T, TF32, 64, 256, TRANSPOSED>(launch, geo, x, o);
+    if constexpr (Tl::arithmetic == Arithmetic::tf32x3) {  // three products a score: computing P again for each 256 columns is little beside them
+      return launch_sum<T, TF32, 256, 512, TRANSPOSED>(launch, geo, x, o);
+    } else {
+      if (o.columns <= 256) return launch_sum<T, TF32, 256, 256, TRANSPOSED>(launch, geo, x, o);
+      return launch_sum<T, TF32, 512, 512, TRANSPOSED>(launch, geo, x, o);
+    }
+  }
 }
 
 template <class T, bool TF32> int forward(const PositionProblem& p, const PositionOutput& output, void* memory, void* stream) {

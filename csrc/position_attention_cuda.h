@@ -10,12 +10,13 @@
 namespace continuum_ops {
 
 // Sizes and strides count elements. Positions, rate, weights and radius are in the accumulation type (float64 for float64 values,
-// float32 for the others); a tensor that the batch shares has batch stride 0.
+// float32 for the others; positions may be wider); a tensor that the batch shares has batch stride 0.
 struct PositionProblem {
   DType dtype;  // of value, out, grad_out, grad_value
   bool tf32;    // one TF32 product for float32 instead of three
   int64_t batch, heads, value_heads, n, m, d, channels;
   int64_t query_entries, key_entries, weight_entries, radius_entries;  // 1 (shared) or batch
+  bool wide_positions;  // positions are float64 although the accumulation type is float32
   const void *query_pos, *key_pos;  // (entries, points, d)
   int64_t query_pos_strides[3], key_pos_strides[3];
   const void* value;  // (batch, value_heads, m, channels)

@@ -14,12 +14,13 @@ constexpr float LOG2_E = 1.4426950408889634f;
 __host__ __device__ __forceinline__ int64_t padded(int64_t n) { return (n + POINTS - 1) / POINTS * POINTS; }
 
 // (entries, d, pad) coordinates, and for every tile of 64 points and axis the centre and half width of its box, (entries, tiles, d, 2).
+// Positions in float64 beside float32 arithmetic are split: what float32 leaves of the coordinates follows them, (entries, 2 d, pad).
 template <class A> struct Points {
   A *position, *box;
   int64_t entries, n, pad;
-  int d;
+  int d, parts;
 
-  __device__ const A* of(int64_t g) const { return position + (entries == 1 ? 0 : g) * d * pad; }
+  __device__ const A* of(int64_t g) const { return position + (entries == 1 ? 0 : g) * d * parts * pad; }
   __device__ const A* box_of(int64_t g, int64_t tile) const { return box + ((entries == 1 ? 0 : g) * (pad / POINTS) + tile) * d * 2; }
 };
 
@@ -54,8 +55,8 @@ template <class A> struct Geometry {
 template <class A> struct alignas(16) Four { A x[4]; };
 template <class A> struct alignas(2 * sizeof(A)) Two { A x[2]; };
 
-template <class A> __device__ __forceinline__ A difference(A x, A y, const A* period, int axis) {
-  A difference = x - y;
+// The difference of two coordinates, to the nearest image along a periodic axis.
+template <class A> __device__ __forceinline__ A nearest_image(A difference, const A* period, int axis) {
   if (period) difference = fused(-nearest(difference * period[2 * axis + 1]), period[2 * axis], difference);
   return difference;
 }
@@ -66,21 +67,37 @@ template <class A> __device__ __forceinline__ A score(A distance, A rate, A log_
   return distance > reach ? -infinity<A>() : s;
 }
 
-// Squared distances of one point to four neighbours in memory.
+// Squared distances of the point at x to the four at y, of the point sets a and b.
 template <class A>
-__device__ __forceinline__ Four<A> distances(const A* x, int64_t x_pad, const A* y, int64_t y_pad, const A* period, int d) {
+__device__ __forceinline__ Four<A> distances(const A* x, const Points<A>& a, const A* y, const Points<A>& b, const A* period) {
   Four<A> sum = {};
 #pragma unroll 1
-  for (int axis = 0; axis < d; ++axis) {
-    const A from = x[axis * x_pad];
-    const Four<A> to = *reinterpret_cast<const Four<A>*>(y + axis * y_pad);
+  for (int axis = 0; axis < a.d; ++axis) {
+    const A from = x[axis * a.pad];
+    Four<A> to = *reinterpret_cast<const Four<A>*>(y + axis * b.pad);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to.x[e] = from - to.x[e];
+    if (a.parts > 1) {
+      const A from_rest = x[(a.d + axis) * a.pad];
+      const Four<A> rest = *reinterpret_cast<const Four<A>*>(y + (a.d + axis) * b.pad);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to.x[e] += from_rest - rest.x[e];
+    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const A step = difference(from, to.x[e], period, axis);
+      const A step = nearest_image(to.x[e], period, axis);
       sum.x[e] = fused(step, step, sum.x[e]);
     }
   }
   return sum;
+}
+
+// One coordinate's difference of the point at x to that at y, as distances() has it.
+template <class A>
+__device__ __forceinline__ A difference(const A* x, const Points<A>& a, const A* y, const Points<A>& b, const A* period, int axis) {
+  A step = x[axis * a.pad] - y[axis * b.pad];
+  if (a.parts > 1) step += x[(a.d + axis) * a.pad] - y[(a.d + axis) * b.pad];
+  return nearest_image(step, period, axis);
 }
 
 // Nothing of the two tiles' product can count: every pair is out of reach, or below `least` relative to its row's largest term. A NaN
@@ -91,11 +108,11 @@ __device__ __forceinline__ bool skippable(const Geometry<A>& geo, int64_t g, int
   A gap2 = 0;
 #pragma unroll 1
   for (int axis = 0; axis < geo.query.d; ++axis) {
-    const A centre = difference(a[2 * axis], b[2 * axis], geo.period, axis), width = a[2 * axis + 1] + b[2 * axis + 1];
+    const A centre = nearest_image(a[2 * axis] - b[2 * axis], geo.period, axis), width = a[2 * axis + 1] + b[2 * axis + 1];
     const A gap = (centre < A(0) ? -centre : centre) - width;
     gap2 = gap > A(0) ? fused(gap, gap, gap2) : gap == gap ? gap2 : nan<A>();
   }
-  gap2 *= A(0.9999);  // the boxes, too, are rounded
+  gap2 *= A(0.9999);  // this sum, too, is rounded
   if (gap2 > geo.reach.top_of(g, query_tile)) return true;
   return fused(-rate, gap2, geo.log_weights.top_of(g, key_tile)) + geo.drop.top_of(g * geo.heads + h, query_tile) < least;
 }
@@ -106,15 +123,18 @@ template <class A> struct Strided2 { const A* data; int64_t strides[2]; };
 template <class A> struct Strided3 { const A* data; int64_t strides[3]; };
 
 // One block per (entry, tile of 64 points), 64 threads. A key that does not exist lies at the origin and outside every box.
-template <class A>
-__global__ void __launch_bounds__(POINTS) pack_points(Points<A> to, Strided3<A> from, Field<A> log_weights, int weighted) {
+template <class A, class X>
+__global__ void __launch_bounds__(POINTS) pack_points(Points<A> to, Strided3<X> from, Field<A> log_weights, int weighted) {
   __shared__ A low[POINTS], high[POINTS];
   const int64_t tiles = to.pad / POINTS, entry = blockIdx.x / tiles, tile = blockIdx.x % tiles, i = tile * POINTS + threadIdx.x;
   const bool live = i < to.n && !(weighted && log_weights.of(entry)[i] == -infinity<A>());
   const int64_t source = from.strides[0] * entry;
   for (int axis = 0; axis < to.d; ++axis) {
-    const A x = live ? from.data[source + i * from.strides[1] + axis * from.strides[2]] : A(0);
-    to.position[(entry * to.d + axis) * to.pad + i] = x;
+    const X whole = live ? from.data[source + i * from.strides[1] + axis * from.strides[2]] : X(0);
+    const A x = A(whole);
+    A* position = to.position + (entry * to.parts * to.d + axis) * to.pad + i;
+    *position = x;
+    if (to.parts > 1) position[to.d * to.pad] = A(whole - X(x));
     low[threadIdx.x] = live ? x : infinity<A>();
     high[threadIdx.x] = live ? x : -infinity<A>();
     for (int half = POINTS / 2; half; half /= 2) {
@@ -128,7 +148,8 @@ __global__ void __launch_bounds__(POINTS) pack_points(Points<A> to, Strided3<A> 
       A* box = to.box + ((entry * tiles + tile) * to.d + axis) * 2;
       const bool empty = low[0] > high[0];
       box[0] = empty ? A(0) : (low[0] + high[0]) / 2;
-      box[1] = empty ? A(0) : (high[0] - low[0]) / 2;
+      // Wide enough for the rounding of the centre and of the coordinates.
+      box[1] = empty ? A(0) : (high[0] - low[0]) / 2 + 2 * epsilon<A>() * max_or_nan(-low[0], high[0]) + 2 * epsilon<A>() * max_or_nan(low[0], -high[0]);
     }
     __syncthreads();
   }
@@ -193,7 +214,7 @@ template <class A> __global__ void __launch_bounds__(PACK_THREADS) find_shifts(G
       most[j] = reach == reach ? -infinity<A>() : nan<A>();
     }
     for (int64_t k = threadIdx.x % 8 * 4; k < key.pad; k += 32) {
-      const Four<A> distance = distances(x, query.pad, y + k, key.pad, geo.period, query.d);
+      const Four<A> distance = distances(x, query, y + k, key, geo.period);
       const Four<A> weight = *reinterpret_cast<const Four<A>*>(log_weights + k);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

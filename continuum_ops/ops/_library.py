@@ -66,5 +66,14 @@ LIBRARY.define(
     f"position_attention_chunked_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor? radius, "
     f"float[]? period, bool[] needs) -> {_POSITION_GRADS}"
 )
+# The CUDA library's own: as the two above, with tf32, one TF32 product for float32 instead of three.
+LIBRARY.define(
+    f"position_attention_cuda_forward({_POSITION}, Tensor? radius, float[]? period, bool tf32) "
+    "-> (Tensor out, Tensor lse, Tensor stats)"
+)
+LIBRARY.define(
+    f"position_attention_cuda_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, Tensor lse, "
+    f"Tensor stats, Tensor? radius, float[]? period, bool[] needs, bool tf32) -> {_POSITION_GRADS}"
+)
 
 extension()  # imports the kernels, whose registrations need the schemas above
