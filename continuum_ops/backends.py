@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -26,6 +27,26 @@ def extension() -> tuple[ModuleType | None, str]:
         return None, "the compiled extension is not built"
     except ImportError as error:
         return None, f"the compiled extension does not load: {error}"
+
+
+@functools.cache
+def cuda_library() -> tuple[bool, str]:
+    """Whether the compiled CUDA kernels are loaded, which registers them, or why not.
+
+    The library is apart from the extension, so that one that does not load leaves the CPU as it is.
+    """
+    if os.environ.get("CONTINUUM_OPS_NO_EXT") == "1":
+        return False, "CONTINUUM_OPS_NO_EXT=1"
+    if torch.version.cuda is None:
+        return False, "this build of PyTorch has no CUDA"
+    path = Path(__file__).resolve().parent / "_C_cuda.so"
+    if not path.is_file():
+        return False, "the CUDA library is not built"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return False, f"the CUDA library does not load: {error}"
+    return True, ""
 
 
 @functools.cache

@@ -122,7 +122,8 @@ template <class A> void pack(Launcher& launch, const PositionProblem& p, Pieces<
 template <class T, bool TF32, int CT, int THREADS, bool TRANSPOSED, class A>
 void launch_sum(Launcher& launch, const Geometry<A>& geo, const Columns<T>& x, const SumOutput<T, A>& o) {
   using S = SumShape<Tile<T, TF32>, CT, THREADS>;
-  const size_t shared = (size_t(ROWS) * S::P_PITCH + size_t(S::BK) * S::X_PITCH) * sizeof(T);
+  constexpr size_t shared = (size_t(ROWS) * S::P_PITCH + size_t(S::BK) * S::X_PITCH) * sizeof(T);
+  static_assert(shared <= 80 * 1024, "two blocks of an A100's multiprocessor");
   const int64_t column_blocks = std::max<int64_t>(1, (o.columns + CT - 1) / CT);
   const int64_t tiles = (TRANSPOSED ? geo.key.pad : geo.query.pad) / ROWS;
   launch(weighted_sum<T, TF32, CT, THREADS, TRANSPOSED>, geo.geometries * o.heads * tiles * column_blocks, THREADS, shared, geo, x, o);

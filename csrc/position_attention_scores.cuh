@@ -6,7 +6,9 @@
 namespace continuum_ops {
 namespace cuda {
 
-constexpr int SUM_THREADS = 256, AXES = 4;  // axes of one launch
+constexpr int SUM_THREADS = 256;
+// Axes of one launch: as many sums a row as registers hold.
+template <class A> constexpr int axes_of_launch() { return sizeof(A) == 8 ? 2 : 3; }
 constexpr int SIDE_NT = 2, SIDE_WARP = 8 * SIDE_NT;  // columns of a warp: 4 x 16 are a tile's 64
 
 template <class A> struct ScoreSums {
@@ -25,6 +27,7 @@ template <class T, bool TF32, bool TRANSPOSED, class A = typename Tile<T, TF32>:
 __global__ void __launch_bounds__(SUM_THREADS, sizeof(T) == 8 ? 1 : 2) score_sums(Geometry<A> geo, Columns<T> grad_out, Columns<T> value, ScoreSums<A> o) {
   using Tl = Tile<T, TF32>;
   using S = SideShape<Tl>;
+  constexpr int AXES = axes_of_launch<A>();
   CUDA_DYN_SMEM(T, shared);
   const Points<A>&row_points = TRANSPOSED ? geo.key : geo.query, &other_points = TRANSPOSED ? geo.query : geo.key;
   const int64_t row_tiles = row_points.pad / ROWS, row_tile = blockIdx.x % row_tiles, row0 = row_tile * ROWS;

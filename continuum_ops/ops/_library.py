@@ -72,8 +72,9 @@ LIBRARY.define(
     "-> (Tensor out, Tensor lse, Tensor stats)"
 )
 LIBRARY.define(
-    f"position_attention_cuda_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, Tensor lse, "
-    f"Tensor stats, Tensor? radius, float[]? period, bool[] needs, bool tf32) -> {_POSITION_GRADS}"
+    f"position_attention_cuda_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, "
+    "Tensor lse, Tensor stats, Tensor? radius, float[]? period, bool[] needs, bool tf32) "
+    f"-> {_POSITION_GRADS}"
 )
 
 extension()  # imports the kernels, whose registrations need the schemas above

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import warn_without_extension
 from . import _position_attention_chunked as chunked
+from . import _position_attention_cuda  # noqa: F401  (registers the CUDA kernels)
 from ._library import LIBRARY
 from ._position_attention_chunked import DIFFERENTIABLE, Inputs
 

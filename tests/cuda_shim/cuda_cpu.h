@@ -7,6 +7,7 @@
 // Warp-wide instructions in PTX need a host version beside them; gather() is what it is made of.
 // Not: inline PTX itself, the order of asynchronous copies, textures, cooperative groups, streams' concurrency, real timing.
 #pragma once
+#include <csetjmp>
 #include <ucontext.h>
 #include <algorithm>
 #include <cmath>
@@ -45,7 +46,9 @@
 
 namespace cuda_cpu {
 struct Fiber {
-  ucontext_t ctx;
+  ucontext_t ctx;  // entered once; later switches jump, since swapcontext asks the kernel for the signal mask every time
+  jmp_buf jump;
+  bool entered = false;
   std::unique_ptr<char[]> stack;
   uint3 tid{};
   int lin = 0;
@@ -66,6 +69,7 @@ struct Block {
   dim3 gdim, bdim;
   uint3 bid{};
   ucontext_t main;
+  jmp_buf jump;
   Fiber* cur = nullptr;
   int count[2] = {0, 0}, total = 0;
   std::function<void()> body;
@@ -82,7 +86,11 @@ inline void to_main(bool dying = false) {
 #ifdef CC_ASAN
   __sanitizer_start_switch_fiber(dying ? nullptr : &c->fake, B->mstack, B->msize);
 #endif
+#ifdef CC_ASAN
   swapcontext(&c->ctx, &B->main);
+#else
+  if (!_setjmp(c->jump)) _longjmp(B->jump, 1);
+#endif
 #ifdef CC_ASAN
   __sanitizer_finish_switch_fiber(c->fake, &B->mstack, &B->msize);
 #endif
@@ -108,7 +116,7 @@ inline void run_block(Block& b) {
   const int n = b.bdim.x * b.bdim.y * b.bdim.z;
   for (int i = 0; i < n; ++i) {
     Fiber& f = b.f[i];
-    f.lin = i; f.done = false; f.wait = Fiber::RUN;
+    f.lin = i; f.done = false; f.entered = false; f.wait = Fiber::RUN;
     f.tid = {i % b.bdim.x, i / b.bdim.x % b.bdim.y, i / (b.bdim.x * b.bdim.y)};
     getcontext(&f.ctx);
     f.ctx.uc_stack.ss_sp = f.stack.get(); f.ctx.uc_stack.ss_size = STACK; f.ctx.uc_link = nullptr;
@@ -122,7 +130,15 @@ inline void run_block(Block& b) {
 #ifdef CC_ASAN
     __sanitizer_start_switch_fiber(&b.fake, f.stack.get(), STACK);
 #endif
+#ifdef CC_ASAN
     swapcontext(&b.main, &f.ctx);
+#else
+    if (!_setjmp(b.jump)) {
+      if (f.entered) _longjmp(f.jump, 1);
+      f.entered = true;
+      setcontext(&f.ctx);
+    }
+#endif
 #ifdef CC_ASAN
     __sanitizer_finish_switch_fiber(b.fake, nullptr, nullptr);
 #endif
