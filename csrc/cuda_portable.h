@@ -33,12 +33,11 @@ __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(bf16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float widen(f16 x) { return __half2float(x); }
 
-// The limits as constants: nvcc does not call the functions of the host in device code.
-template <class A> __host__ __device__ __forceinline__ A infinity() { constexpr A x = std::numeric_limits<A>::infinity(); return x; }
-template <class A> __host__ __device__ __forceinline__ A nan() { constexpr A x = std::numeric_limits<A>::quiet_NaN(); return x; }
-template <class A> __host__ __device__ __forceinline__ A epsilon() { constexpr A x = std::numeric_limits<A>::epsilon(); return x; }
-// An exponent below which 2^x is 0.
-template <class A> __host__ __device__ __forceinline__ A vanishing() { return A(std::numeric_limits<A>::min_exponent - 64); }
+// Constants: nvcc calls no functions of the host's library in device code.
+template <class A> constexpr A INFINITE = std::numeric_limits<A>::infinity();
+template <class A> constexpr A NOT_A_NUMBER = std::numeric_limits<A>::quiet_NaN();
+template <class A> constexpr A EPSILON = std::numeric_limits<A>::epsilon();
+template <class A> constexpr A VANISHING = A(std::numeric_limits<A>::min_exponent - 64);  // 2^x is 0 below it
 
 // One rounding on both sides: forward and backward must find the same bits of a score.
 __device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }

@@ -137,7 +137,7 @@ __device__ __forceinline__ void stage(T* to, int pitch, const Columns<T>& x, int
   const int c = threadIdx.x % PER_ROW * V;
   const int64_t first = column + c;
   const T* base = x.data + head * x.head_stride;
-  auto live = [&](int r) { return row + r < rows && !(log_weights && log_weights[row + r] == -infinity<A>()); };
+  auto live = [&](int r) { return row + r < rows && !(log_weights && log_weights[row + r] == -INFINITE<A>); };
   if (x.vectors) {
     const uint32_t entry = uint32_t(first) / x.channels, channel = uint32_t(first) - entry * x.channels;
     const T* from = base + (batch + entry) * x.batch_stride + channel;

@@ -12,7 +12,7 @@ void launch_score_sums(Launcher& launch, const PositionProblem& p, const Geometr
                        A* sums, bool positions) {
   if (!sums) return;
   using S = SideShape<Tile<T, TF32>>;
-  constexpr int AXES = axes_of_launch<A>();
+  constexpr int AXES = AXES_OF_LAUNCH<A>;
   const int64_t tiles = (TRANSPOSED ? geo.key.pad : geo.query.pad) / ROWS;
   for (int axis = 0; axis == 0 || (positions && axis < p.d); axis += AXES) {
     const ScoreSums<A> o{sums, TRANSPOSED ? p.m : p.n, TRANSPOSED ? p.n : p.m, p.columns(), int(p.value_heads), axis,

@@ -48,7 +48,7 @@ template <class A> struct Geometry {
 
   __device__ A rate_of(int h) const {  // base 2
     const A r = rate[h * rate_stride];
-    return r >= A(0) ? r * A(1.4426950408889634) : nan<A>();
+    return r >= A(0) ? r * A(1.4426950408889634) : NOT_A_NUMBER<A>;
   }
 };
 
@@ -64,7 +64,7 @@ template <class A> __device__ __forceinline__ A nearest_image(A difference, cons
 // log2(w_k e^{-rate |x - y|^2}). A distance that is not a number counts: it must come out.
 template <class A> __device__ __forceinline__ A score(A distance, A rate, A log_weight, A reach) {
   const A s = fused(-rate, distance, log_weight);
-  return distance > reach ? -infinity<A>() : s;
+  return distance > reach ? -INFINITE<A> : s;
 }
 
 // Squared distances of the point at x to the four at y, of the point sets a and b.
@@ -110,7 +110,7 @@ __device__ __forceinline__ bool skippable(const Geometry<A>& geo, int64_t g, int
   for (int axis = 0; axis < geo.query.d; ++axis) {
     const A centre = nearest_image(a[2 * axis] - b[2 * axis], geo.period, axis), width = a[2 * axis + 1] + b[2 * axis + 1];
     const A gap = (centre < A(0) ? -centre : centre) - width;
-    gap2 = gap > A(0) ? fused(gap, gap, gap2) : gap == gap ? gap2 : nan<A>();
+    gap2 = gap > A(0) ? fused(gap, gap, gap2) : gap == gap ? gap2 : NOT_A_NUMBER<A>;
   }
   gap2 *= A(0.9999);  // this sum, too, is rounded
   if (gap2 > geo.reach.top_of(g, query_tile)) return true;
@@ -127,7 +127,7 @@ template <class A, class X>
 __global__ void __launch_bounds__(POINTS) pack_points(Points<A> to, Strided3<X> from, Field<A> log_weights, int weighted) {
   __shared__ A low[POINTS], high[POINTS];
   const int64_t tiles = to.pad / POINTS, entry = blockIdx.x / tiles, tile = blockIdx.x % tiles, i = tile * POINTS + threadIdx.x;
-  const bool live = i < to.n && !(weighted && log_weights.of(entry)[i] == -infinity<A>());
+  const bool live = i < to.n && !(weighted && log_weights.of(entry)[i] == -INFINITE<A>);
   const int64_t source = from.strides[0] * entry;
   for (int axis = 0; axis < to.d; ++axis) {
     const X whole = live ? from.data[source + i * from.strides[1] + axis * from.strides[2]] : X(0);
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(POINTS) pack_points(Points<A> to, Strided3<X> 
     A* position = to.position + (entry * to.parts * to.d + axis) * to.pad + i;
     *position = x;
     if (to.parts > 1) position[to.d * to.pad] = A(whole - X(x));
-    low[threadIdx.x] = live ? x : infinity<A>();
-    high[threadIdx.x] = live ? x : -infinity<A>();
+    low[threadIdx.x] = live ? x : INFINITE<A>;
+    high[threadIdx.x] = live ? x : -INFINITE<A>;
     for (int half = POINTS / 2; half; half /= 2) {
       __syncthreads();
       if (int(threadIdx.x) < half) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(POINTS) pack_points(Points<A> to, Strided3<X> 
       const bool empty = low[0] > high[0];
       box[0] = empty ? A(0) : (low[0] + high[0]) / 2;
       // Wide enough for the rounding of the centre and of the coordinates.
-      box[1] = empty ? A(0) : (high[0] - low[0]) / 2 + 2 * epsilon<A>() * max_or_nan(-low[0], high[0]) + 2 * epsilon<A>() * max_or_nan(low[0], -high[0]);
+      box[1] = empty ? A(0) : (high[0] - low[0]) / 2 + 2 * EPSILON<A> * max_or_nan(-low[0], high[0]) + 2 * EPSILON<A> * max_or_nan(low[0], -high[0]);
     }
     __syncthreads();
   }
@@ -168,10 +168,10 @@ template <class A> __device__ __forceinline__ void write_top(A value, A* top, A*
 template <class A> __global__ void __launch_bounds__(POINTS) pack_weights(Field<A> to, Strided2<A> weights, int64_t m) {
   __shared__ A shared[POINTS];
   const int64_t tiles = to.pad / POINTS, entry = blockIdx.x / tiles, k = blockIdx.x % tiles * POINTS + threadIdx.x;
-  A value = -infinity<A>();
+  A value = -INFINITE<A>;
   if (k < m) {
     const A w = weights.data ? weights.data[entry * weights.strides[0] + k * weights.strides[1]] : A(1);
-    value = w > A(0) ? log_2(w) : w == A(0) ? -infinity<A>() : nan<A>();
+    value = w > A(0) ? log_2(w) : w == A(0) ? -INFINITE<A> : NOT_A_NUMBER<A>;
   }
   to.value[entry * to.pad + k] = value;
   write_top(value, to.top, shared);
@@ -180,10 +180,10 @@ template <class A> __global__ void __launch_bounds__(POINTS) pack_weights(Field<
 template <class A> __global__ void __launch_bounds__(POINTS) pack_radius(Field<A> to, Strided2<A> radius, int64_t n) {
   __shared__ A shared[POINTS];
   const int64_t tiles = to.pad / POINTS, entry = blockIdx.x / tiles, i = blockIdx.x % tiles * POINTS + threadIdx.x;
-  A value = i < n ? infinity<A>() : A(0);
+  A value = i < n ? INFINITE<A> : A(0);
   if (i < n && radius.data) {
     const A r = radius.data[entry * radius.strides[0] + i * radius.strides[1]];
-    value = r >= A(0) ? r * r * (1 + 8 * epsilon<A>()) : nan<A>();
+    value = r >= A(0) ? r * r * (1 + 8 * EPSILON<A>) : NOT_A_NUMBER<A>;
   }
   to.value[entry * to.pad + i] = value;
   write_top(value, to.top, shared);
@@ -194,7 +194,7 @@ template <class A> __global__ void pack_period(A* to, Period period, int first, 
   const int axis = first + threadIdx.x;
   if (axis >= d) return;
   const A length = A(period.length[threadIdx.x]);
-  const bool finite = length < infinity<A>();
+  const bool finite = length < INFINITE<A>;
   to[2 * axis] = finite ? length : A(0);
   to[2 * axis + 1] = finite ? 1 / length : A(0);
 }
@@ -211,7 +211,7 @@ template <class A> __global__ void __launch_bounds__(PACK_THREADS) find_shifts(G
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       rate[j] = geo.rate_of(h0 + j < geo.heads ? h0 + j : h0);
-      most[j] = reach == reach ? -infinity<A>() : nan<A>();
+      most[j] = reach == reach ? -INFINITE<A> : NOT_A_NUMBER<A>;
     }
     for (int64_t k = threadIdx.x % 8 * 4; k < key.pad; k += 32) {
       const Four<A> distance = distances(x, query, y + k, key, geo.period);
@@ -228,7 +228,7 @@ template <class A> __global__ void __launch_bounds__(PACK_THREADS) find_shifts(G
       for (int lane = 1; lane < 8; lane *= 2) most[j] = max_or_nan(most[j], __shfl_xor_sync(0xffffffffu, most[j], lane));
       if (threadIdx.x % 8 == 0 && h0 + j < geo.heads) {
         // A row without keys is shifted by nothing; one behind the last query has no terms at all.
-        const A drop = i >= query.n ? -infinity<A>() : most[j] == -infinity<A>() ? A(0) : -most[j];
+        const A drop = i >= query.n ? -INFINITE<A> : most[j] == -INFINITE<A> ? A(0) : -most[j];
         geo.drop.value[(g * geo.heads + h0 + j) * query.pad + i] = drop;
       }
     }

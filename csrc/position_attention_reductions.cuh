@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(32 * PACK_ROWS) pack_rows(Geometry<A> geo, Col
   const A denominator = live ? stats[2 * (gh * n + i) + 1] : A(0);
   const bool empty = denominator == A(0);
   const A lse = live && grad_lse.data ? grad_lse.data[g * grad_lse.strides[0] + h * grad_lse.strides[1] + i * grad_lse.strides[2]] : A(0);
-  geo.drop.value[gh * pad + i] = live ? -stats[2 * (gh * n + i)] : -infinity<A>();
+  geo.drop.value[gh * pad + i] = live ? -stats[2 * (gh * n + i)] : -INFINITE<A>;
   geo.scale[gh * pad + i] = empty ? A(0) : 1 / denominator;
   geo.centre[gh * pad + i] = empty ? A(0) : lse - sum;
 }
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS) reduce_positions(Geometry<A> g
   for (int64_t g = begin; g < end; ++g) {
     for (int h = 0; h < geo.heads; ++h) {
       const A rate = geo.rate[h * geo.rate_stride];
-      sum = fused(sign * (rate >= A(0) ? rate : nan<A>()), sums[((g * geo.heads + h) * rows + row) * (2 + d) + 2 + axis], sum);
+      sum = fused(sign * (rate >= A(0) ? rate : NOT_A_NUMBER<A>), sums[((g * geo.heads + h) * rows + row) * (2 + d) + 2 + axis], sum);
     }
   }
   to[at] = sum;

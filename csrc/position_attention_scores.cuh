@@ -8,7 +8,7 @@ namespace cuda {
 
 constexpr int SUM_THREADS = 256;
 // Axes of one launch: as many sums a row as registers hold.
-template <class A> constexpr int axes_of_launch() { return sizeof(A) == 8 ? 2 : 3; }
+template <class A> constexpr int AXES_OF_LAUNCH = sizeof(A) == 8 ? 2 : 3;
 constexpr int SIDE_NT = 2, SIDE_WARP = 8 * SIDE_NT;  // columns of a warp: 4 x 16 are a tile's 64
 
 template <class A> struct ScoreSums {
@@ -27,7 +27,7 @@ template <class T, bool TF32, bool TRANSPOSED, class A = typename Tile<T, TF32>:
 __global__ void __launch_bounds__(SUM_THREADS, sizeof(T) == 8 ? 1 : 2) score_sums(Geometry<A> geo, Columns<T> grad_out, Columns<T> value, ScoreSums<A> o) {
   using Tl = Tile<T, TF32>;
   using S = SideShape<Tl>;
-  constexpr int AXES = axes_of_launch<A>();
+  constexpr int AXES = AXES_OF_LAUNCH<A>;
   CUDA_DYN_SMEM(T, shared);
   const Points<A>&row_points = TRANSPOSED ? geo.key : geo.query, &other_points = TRANSPOSED ? geo.query : geo.key;
   const int64_t row_tiles = row_points.pad / ROWS, row_tile = blockIdx.x % row_tiles, row0 = row_tile * ROWS;
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(SUM_THREADS, sizeof(T) == 8 ? 1 : 2) score_sum
   for (int64_t j0 = 0; j0 < o.others; j0 += POINTS) {
     const int64_t other_tile = j0 / POINTS;
     // Nothing is negligible here: the gradient of a weight is divided by the weight.
-    if (TRANSPOSED ? skippable(geo, g, head, rate, other_tile, row_tile, vanishing<A>())
-                   : skippable(geo, g, head, rate, row_tile, other_tile, vanishing<A>())) continue;
+    if (TRANSPOSED ? skippable(geo, g, head, rate, other_tile, row_tile, VANISHING<A>)
+                   : skippable(geo, g, head, rate, row_tile, other_tile, VANISHING<A>)) continue;
     int64_t columns[C / 2];  // pairs of neighbours
 #pragma unroll
     for (int c = 0; c < C / 2; ++c) columns[c] = j0 + warp_column + 8 * c + fragment_column(lane, 0);

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
     const A row_reach = TRANSPOSED ? A(0) : reaches[row0 + row];
     for (int64_t j0 = 0; j0 < o.others; j0 += S::BK) {
       const int64_t other_tile = j0 / POINTS;
-      if (TRANSPOSED ? skippable(geo, g, head, rate, other_tile, row_tile, vanishing<A>())
+      if (TRANSPOSED ? skippable(geo, g, head, rate, other_tile, row_tile, VANISHING<A>)
                      : skippable(geo, g, head, rate, row_tile, other_tile, geo.log_negligible)) continue;
       stage<Tl, S::BK, CT, THREADS>(x_tile, S::X_PITCH, x, geo.geometries == 1 ? 0 : g, o.x_heads == 1 ? 0 : head, j0, o.others, column,
                                     o.columns, TRANSPOSED ? static_cast<const A*>(nullptr) : log_weights);
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
         const A shift = -geo.drop.of(g * geo.heads + out_head)[row0 + row];
         o.stats[2 * at] = shift;
         o.stats[2 * at + 1] = denominator;
-        o.lse[at] = denominator == A(0) ? -infinity<A>() : (shift + log_2(denominator)) * A(0.6931471805599453);
+        o.lse[at] = denominator == A(0) ? -INFINITE<A> : (shift + log_2(denominator)) * A(0.6931471805599453);
       }
     }
     __syncthreads();

@@ -6,6 +6,7 @@ and again on a GPU where there is one (marked `gpu`).
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -86,10 +87,8 @@ def test_sizes_around_a_tile(device: str, points: int) -> None:
 def test_nothing_to_attend_to(device: str, zero: str, geometries: int) -> None:
     sizes = {"batch": 2, "heads": 2, "n": 3, "m": 3, "channels": 2, "geometries": geometries}
     sizes[zero] = 0
-    if zero == "batch":
-        sizes["geometries"] = 1 if geometries == 1 else 0
     if zero == "batch" and geometries == 2:
-        pytest.skip("a batch of none has no meshes of its own")
+        sizes["geometries"] = 0
     x = inputs(**sizes, weights=1)
     result = run(device, x, *grads_for(x))
     assert result["out"].shape == (sizes["batch"], sizes["heads"], sizes["n"], sizes["channels"])
@@ -97,7 +96,8 @@ def test_nothing_to_attend_to(device: str, zero: str, geometries: int) -> None:
         assert (result["out"] == 0).all() and (result["lse"] == -INF).all()
     for name in GRADS:
         assert result[name].shape == getattr(x, name).shape
-        assert zero == "channels" or (result[name] == 0).all(), name
+        if zero in ("heads", "n", "m"):  # otherwise lse is there and has a gradient
+            assert (result[name] == 0).all(), name
 
 
 def test_dead_keys_may_hold_anything(device: str) -> None:
@@ -183,10 +183,8 @@ def test_nan_comes_out(device: str, name: str) -> None:
 def test_weights_scaled(device: str) -> None:
     x = inputs(weights=1, m=40)
     one, two = (run(device, y, *grads_for(x)) for y in (x, x._replace(weights=x.weights * 1024)))
-    assert torch.equal(one["out"], two["out"])
-    torch.testing.assert_close(
-        two["lse"], one["lse"] + 1024 ** torch.tensor(0.0) * 10 * torch.log(torch.tensor(2.0))
-    )
+    torch.testing.assert_close(two["out"], one["out"])
+    torch.testing.assert_close(two["lse"], one["lse"] + 10 * math.log(2))
 
 
 def test_offset_coordinates_and_coincident_points(device: str) -> None:
