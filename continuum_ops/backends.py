@@ -61,6 +61,28 @@ def warn_without_extension() -> None:
     )
 
 
+@functools.cache
+def triton_kernels() -> tuple[bool, str]:
+    """Whether the Triton kernels import, and Triton's version or the reason."""
+    try:
+        triton = importlib.import_module("triton")
+        importlib.import_module("continuum_ops.kernels.continuum_attention")
+    except ImportError as error:
+        return False, f"the Triton kernels do not load: {error}"
+    return True, triton.__version__
+
+
+@functools.cache
+def warn_without_triton() -> None:
+    """Say once per process that the CUDA operators run without their kernels."""
+    warnings.warn(
+        f"continuum_ops: the CUDA operators run as chunked PyTorch ({triton_kernels()[1]}; "
+        "pip install triton, as PyTorch's CUDA builds do)",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
 def backends() -> dict[str, str]:
     """What serves each device type, and if it is not a compiled kernel, why.
 
@@ -72,6 +94,9 @@ def backends() -> dict[str, str]:
         cuda = "not available: this build of PyTorch has no CUDA"
     elif not torch.cuda.is_available():
         cuda = "not available: no CUDA device"
+    elif torch.cuda.get_device_capability() < (8, 0):
+        cuda = "chunked PyTorch: the Triton kernels need compute capability 8.0"
     else:
-        cuda = "chunked PyTorch: there is no CUDA kernel in this version"
+        found, detail = triton_kernels()
+        cuda = f"Triton {detail}" if found else f"chunked PyTorch: {detail}"
     return {"cpu": cpu, "cuda": cuda}

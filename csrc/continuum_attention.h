@@ -25,12 +25,24 @@ struct KeySet {
   double max_norm = 0;  // of the key rows, in the 2-norm; infinite if it was not computed or a row is not finite
 };
 
+// The term -rate |x_i - y_k|^2 and the radius beyond which a key does not count, all in the accumulation type.
+struct DistanceTerm {
+  bool given = false;
+  int64_t dims = 0;
+  Operand query_pos, key_pos;  // (*leads, n, dims), (*leads, m, dims)
+  const void* rate = nullptr;  // null: 0
+  const int64_t* rate_offset = nullptr;  // of each lead
+  Operand radius;              // (*leads, n), its rows being scalars; data is null without a radius
+  const double* period = nullptr;  // dims lengths, 0 for an axis that is not periodic; null if none is
+};
+
 struct AttentionProblem {
   DType dtype;
   int64_t leads, n, m, d, dv;
   Operand query, key, value;
   Operand mask;  // uint8, (*leads, n, m), nonzero: keep; data is null without a mask that depends on the query
   const KeySet* keys;  // one per lead
+  DistanceTerm distance;
   double scale;
   bool is_causal;
   double dropout_p;
@@ -53,6 +65,9 @@ struct AttentionGradients {
   // Destinations in the accumulation type, contiguous. grad_query (query_end - query_begin, d) is written; the others, indexed by the
   // key's place in 0..m-1, are added to. grad_bias: d / d log w_k; null if not wanted.
   void *grad_query, *grad_key, *grad_value, *grad_bias;
+  // Null if not wanted. grad_query_pos (query_end - query_begin, dims) is written, grad_key_pos and grad_rate are added to.
+  void *grad_query_pos, *grad_key_pos;
+  double* grad_rate;
 };
 
 struct ContinuumAttentionKernels {

@@ -5,21 +5,22 @@
 // The division by `sum` is folded into the rows of g, D and grad_lse, so that each exponential is used as it comes.
 #pragma once
 
-#include "continuum_attention_tiles.h"
+#include "continuum_attention_distance.h"
 
 namespace continuum_ops::CO_ISA {
 namespace {
 
-template <class T, bool BOUNDED, bool MASKED, bool DROPOUT>
+template <class T, bool BOUNDED, bool MASKED, bool DROPOUT, bool DISTANCE>
 void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* grad, int64_t dv, const T* shift, const T* delta,
-                     const T* grad_lse, int64_t active, const typename LaneInt<T>::type* mask, const T* factors, T* p_out, T* ds_out) {
+                     const T* grad_lse, int64_t active, const typename LaneInt<T>::type* mask, const T* factors, const T* d2, T rate,
+                     T* p_out, T* ds_out) {
   using Sh = Shape<T>;
   constexpr int R = Sh::R, C = Sh::C, L = Sh::L, QB = Sh::QB;
   for (int64_t q = 0; q < active; q += C * L) {
     for (int64_t j = 0; j < b.count; j += R) {
       const int64_t live = b.count - j;
       Vec<T> acc[R][C];
-      score_tile<T, R, C, QB>(acc, b, j, query + q, d);
+      score_tile<T, R, C, QB, DISTANCE>(acc, b, j, query + q, d, d2 + q, rate);
       CO_UNROLL
       for (int c = 0; c < C; ++c) {
         const Vec<T> m = load(shift + q + c * L);
@@ -113,6 +114,8 @@ template <class T> struct BackwardBlock {
   T *query, *grad;            // scale log2(e) q and g / sum, lanes are queries
   T *query_rows, *grad_rows;  // scale q and g / sum, lanes are channels
   T *shift, *delta, *grad_lse, *grad_query;
+  QueryPlaces<T> places;
+  T* grad_places;  // (dims, QB), without the factor 2 rate; null if not wanted
 };
 
 template <class T, class S>
@@ -126,6 +129,8 @@ void load_backward_block(const AttentionProblem& a, const AttentionGradients& g,
   const T* grad_lse = g.grad_lse ? static_cast<const T*>(g.grad_lse) + row0 : nullptr;
   transpose_rows<T, S, QB>(q, a.query, x.nq, a.d, T(a.scale * 1.4426950408889634074), x.query);
   x.bounded = is_bounded<T, QB>(a, x.query, x.nq, a.keys[g.lead]);
+  load_places<T>(a.distance, g.lead, x.i0, x.nq, x.places);
+  if (x.grad_places) fill<T>(x.grad_places, a.distance.dims * QB, T(0));
   fill<T>(x.shift, QB, T(0));
   fill<T>(x.delta, QB, T(0));
   fill<T>(x.grad_lse, QB, T(0));
@@ -157,10 +162,7 @@ template <class T> void add_row_sums(const T* ds, int64_t count, int64_t active,
   for (int64_t j = 0; j < count; ++j) {
     Vec<T> s = load(ds + j * QB);
     for (int64_t i = L; i < active; i += L) s += load(ds + j * QB + i);
-    T sum = 0;
-    CO_UNROLL
-    for (int l = 0; l < L; ++l) sum += s[l];
-    to[key_place(keys, first + j)] += sum;
+    to[key_place(keys, first + j)] += sum_of_lanes<T>(s);
   }
 }
 
@@ -176,6 +178,10 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
   auto* mask = arena.take<typename LaneInt<T>::type>(KB * QB);
   T* p = arena.take<T>((KB + PAD) * QB);
   T* ds = arena.take<T>((KB + PAD) * QB);
+  const DistanceTerm& term = a.distance;
+  T* d2 = term.given ? arena.take<T>(KB * QB) : p;  // without distances it is not read
+  T* position_buffer = term.given ? arena.take<T>(KB * term.dims) : nullptr;
+  const T rate = rate_of<T>(term, lead), rate2 = rate * T(1.4426950408889634074);
   if (dropout) fill<T>(factors, KB * QB, T(0));
   BackwardBlock<T> strip[STRIP];
   for (BackwardBlock<T>& x : strip) {
@@ -187,6 +193,8 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
     x.delta = arena.take<T>(QB);
     x.grad_lse = arena.take<T>(QB);
     x.grad_query = arena.take<T>(a.d * QB);
+    x.places = take_places<T>(term, arena);
+    x.grad_places = g.grad_query_pos ? arena.take<T>(term.dims * QB) : nullptr;
   }
 
   const KeySet& keys = a.keys[lead];
@@ -207,18 +215,26 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
       KeyBlock<T> b{};
       for (int64_t t = 0; t < blocks; ++t) {
         const BackwardBlock<T>& x = strip[t];
-        const Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
+        Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
         if (kept == Kept::none) continue;
-        if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer);
-        auto scores = [&](auto run) { run(b, x.query, a.d, x.grad, a.dv, x.shift, x.delta, x.grad_lse, x.active, mask, factors, p, ds); };
+        if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer, position_buffer);
+        if (term.given) {
+          kept = distance_tile<T>(term, x.places, b.position, b.ldp, count, kept, mask, d2);
+          if (kept == Kept::none) continue;
+        }
+        auto scores = [&](auto run) {
+          run(b, x.query, a.d, x.grad, a.dv, x.shift, x.delta, x.grad_lse, x.active, mask, factors, d2, rate2, p, ds);
+        };
         if (dropout) {  // one general form serves it: the random numbers cost more than the rest
           dropout_factors<T, QB>(a, lead, x.i0, x.nq, first, count, factors);
           if (kept == Kept::all) fill<typename LaneInt<T>::type>(mask, KB * QB, -1);
-          scores(backward_scores<T, false, true, true>);
+          term.rate ? scores(backward_scores<T, false, true, true, true>) : scores(backward_scores<T, false, true, true, false>);
+        } else if (term.rate) {
+          kept == Kept::some ? scores(backward_scores<T, false, true, false, true>) : scores(backward_scores<T, false, false, false, true>);
         } else if (kept == Kept::some) {
-          x.bounded ? scores(backward_scores<T, true, true, false>) : scores(backward_scores<T, false, true, false>);
+          x.bounded ? scores(backward_scores<T, true, true, false, false>) : scores(backward_scores<T, false, true, false, false>);
         } else {
-          x.bounded ? scores(backward_scores<T, true, false, false>) : scores(backward_scores<T, false, false, false>);
+          x.bounded ? scores(backward_scores<T, true, false, false, false>) : scores(backward_scores<T, false, false, false, false>);
         }
         // Tiles of the outer products overhang the block by up to PAD rows.
         fill<T>(p + count * QB, PAD * QB, T(0));
@@ -227,6 +243,11 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
         outer<T>(ds, count, x.query_rows, ldq, x.nq, keys, first, grad_key, a.d);
         mix<T>(b.key, b.ldk, a.d, ds, count, x.active, x.grad_query);
         if (grad_bias) add_row_sums<T>(ds, count, x.active, keys, first, grad_bias);
+        if (x.grad_places) {
+          position_gradients<T>(term, ds, count, x.active, x.places, b.position, b.ldp, rate, keys, first, x.grad_places,
+                                static_cast<T*>(g.grad_key_pos));
+        }
+        if (g.grad_rate) *g.grad_rate -= rate_gradient<T>(ds, d2, count, x.active);
       }
     }
     for (int64_t t = 0; t < blocks; ++t) {
@@ -234,6 +255,11 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
       T* to = static_cast<T*>(g.grad_query) + (x.i0 - g.query_begin) * a.d;
       for (int64_t i = 0; i < x.nq; ++i) {
         for (int64_t c = 0; c < a.d; ++c) to[i * a.d + c] = x.grad_query[c * QB + i] * T(a.scale);
+      }
+      if (!x.grad_places) continue;
+      T* to_pos = static_cast<T*>(g.grad_query_pos) + (x.i0 - g.query_begin) * term.dims;
+      for (int64_t i = 0; i < x.nq; ++i) {
+        for (int64_t c = 0; c < term.dims; ++c) to_pos[i * term.dims + c] = x.grad_places[c * QB + i] * 2 * rate;
       }
     }
   }

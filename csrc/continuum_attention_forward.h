@@ -1,7 +1,7 @@
 // The forward pass over a strip of query blocks.
 #pragma once
 
-#include "continuum_attention_tiles.h"
+#include "continuum_attention_distance.h"
 
 namespace continuum_ops::CO_ISA {
 namespace {
@@ -31,9 +31,9 @@ __attribute__((noinline)) void raise_shift(const ForwardState<T>& st, int64_t q,
   for (int64_t j = 0; j < rows_done; ++j) rescale(st.p + j * QB);
 }
 
-template <class T, bool BOUNDED, bool MASKED>
+template <class T, bool BOUNDED, bool MASKED, bool DISTANCE>
 void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t active, const typename LaneInt<T>::type* mask,
-                    const ForwardState<T>& st) {
+                    const ForwardState<T>& st, const T* d2, T rate) {
   using Sh = Shape<T>;
   constexpr int R = Sh::R, C = Sh::C, L = Sh::L, QB = Sh::QB;
   T* const sums = st.sum;  // locals: the compiler cannot know that stores of T leave st alone
@@ -43,7 +43,7 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
   for (int64_t q = 0; q < active; q += C * L) {
     for (int64_t j = 0; j < b.count; j += R) {
       Vec<T> acc[R][C];
-      score_tile<T, R, C, QB>(acc, b, j, query + q, d);
+      score_tile<T, R, C, QB, DISTANCE>(acc, b, j, query + q, d, d2 + q, rate);
       const int64_t live = b.count - j;
       if constexpr (MASKED) {
         for (int r = 0; r < R; ++r) {  // with the rows past the block: they repeat its last one, mask and all
@@ -101,6 +101,7 @@ template <class T> struct ForwardBlock {
   int64_t i0, nq, active;
   bool bounded;
   T* query;
+  QueryPlaces<T> places;
   ForwardState<T> st;
 };
 
@@ -115,6 +116,10 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
   T* factors = arena.take<T>(KB * QB);
   auto* mask = arena.take<typename LaneInt<T>::type>(KB * QB);
   T* p = arena.take<T>(KB * QB);
+  const bool distance = a.distance.given;
+  T* d2 = distance ? arena.take<T>(KB * QB) : p;  // without distances it is not read
+  T* position_buffer = distance ? arena.take<T>(KB * a.distance.dims) : nullptr;
+  const T rate = rate_of<T>(a.distance, lead) * T(1.4426950408889634074);
 
   const KeySet& keys = a.keys[lead];
   ForwardBlock<T> strip[STRIP];
@@ -129,6 +134,8 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
             T(keys.count <= FEW_KEYS ? 0 : TOLERANCE)};
     transpose_rows<T, S, QB>(lead_base<S>(a.query, lead) + x.i0 * a.query.row_stride, a.query, x.nq, a.d,
                              T(a.scale * 1.4426950408889634074), x.query);
+    x.places = take_places<T>(a.distance, arena);
+    load_places<T>(a.distance, lead, x.i0, x.nq, x.places);
     x.bounded = is_bounded<T, QB>(a, x.query, x.nq, keys);
     fill<T>(x.st.shift, QB, x.bounded ? T(0) : NO_SHIFT);
     fill<T>(x.st.sum, QB, T(0));
@@ -148,15 +155,20 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     KeyBlock<T> b{};
     for (int64_t t = 0; t < blocks; ++t) {
       const ForwardBlock<T>& x = strip[t];
-      const Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
+      Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
       if (kept == Kept::none) continue;
-      if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer);
-      if (kept == Kept::all) {
-        x.bounded ? forward_scores<T, true, false>(b, x.query, a.d, x.active, mask, x.st)
-                  : forward_scores<T, false, false>(b, x.query, a.d, x.active, mask, x.st);
+      if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer, position_buffer);
+      if (distance) {
+        kept = distance_tile<T>(a.distance, x.places, b.position, b.ldp, count, kept, mask, d2);
+        if (kept == Kept::none) continue;
+      }
+      auto scores = [&](auto run) { run(b, x.query, a.d, x.active, mask, x.st, d2, rate); };
+      if (a.distance.rate) {
+        kept == Kept::all ? scores(forward_scores<T, false, false, true>) : scores(forward_scores<T, false, true, true>);
+      } else if (kept == Kept::all) {
+        x.bounded ? scores(forward_scores<T, true, false, false>) : scores(forward_scores<T, false, false, false>);
       } else {
-        x.bounded ? forward_scores<T, true, true>(b, x.query, a.d, x.active, mask, x.st)
-                  : forward_scores<T, false, true>(b, x.query, a.d, x.active, mask, x.st);
+        x.bounded ? scores(forward_scores<T, true, true, false>) : scores(forward_scores<T, false, true, false>);
       }
       if (a.dropout_p > 0) {
         dropout_factors<T, QB>(a, lead, x.i0, x.nq, first, count, factors);

@@ -31,6 +31,10 @@ constexpr double TOLERANCE = 24;
 // Before the first score. Finite, so that a score of -inf counts as nothing instead of as -inf - (-inf).
 constexpr float NO_SHIFT = -0x1p120f;
 
+// Flags that choose a branch at compile time inside a generic lambda.
+struct True { constexpr operator bool() const { return true; } };
+struct False { constexpr operator bool() const { return false; } };
+
 struct Arena {
   char* at;
   template <class T> T* take(int64_t count) {
@@ -54,8 +58,8 @@ CO_INLINE int64_t key_place(const KeySet& keys, int64_t j) { return keys.index ?
 
 // ---- loading ---------------------------------------------------------------------------------------------------------
 template <class T> struct KeyBlock {
-  const T *key, *value, *bias;  // bias may be null
-  ptrdiff_t ldk, ldv;
+  const T *key, *value, *bias, *position;  // bias and position may be null
+  ptrdiff_t ldk, ldv, ldp;
   int64_t first, count;
 };
 
@@ -83,15 +87,22 @@ CO_INLINE const T* load_rows(const Operand& o, const S* base, const KeySet& keys
 }
 
 template <class T, class S>
-CO_INLINE KeyBlock<T> load_keys(const AttentionProblem& a, int64_t lead, int64_t first, int64_t count, T* key_buffer, T* value_buffer) {
+CO_INLINE KeyBlock<T> load_keys(const AttentionProblem& a, int64_t lead, int64_t first, int64_t count, T* key_buffer, T* value_buffer,
+                                 T* position_buffer) {
   const KeySet& keys = a.keys[lead];
-  KeyBlock<T> b;
+  KeyBlock<T> b{};
   b.first = first;
   b.count = count;
   b.bias = keys.bias ? static_cast<const T*>(keys.bias) + first : nullptr;
   b.key = load_rows<T, S>(a.key, lead_base<S>(a.key, lead), keys, first, count, a.d, key_buffer, &b.ldk);
   b.value = load_rows<T, S>(a.value, lead_base<S>(a.value, lead), keys, first, count, a.dv, value_buffer, &b.ldv);
+  const DistanceTerm& g = a.distance;
+  if (g.given) b.position = load_rows<T, T>(g.key_pos, lead_base<T>(g.key_pos, lead), keys, first, count, g.dims, position_buffer, &b.ldp);
   return b;
+}
+
+template <class T> CO_INLINE T rate_of(const DistanceTerm& g, int64_t lead) {
+  return g.rate ? static_cast<const T*>(g.rate)[g.rate_offset[lead]] : T(0);
 }
 
 template <class T, class S> double max_norm_of(const AttentionProblem& a, int64_t lead, const KeySet& keys) {
@@ -135,7 +146,8 @@ CO_INLINE void transpose_rows(const S* x, const Operand& o, int64_t count, int64
 
 // Is |exponent| <= BOUND for all scores of these queries?
 template <class T, int QB> bool is_bounded(const AttentionProblem& a, const T* query, int64_t count, const KeySet& keys) {
-  const double min_bias = a.is_causal || a.mask.data ? MIN_BIAS_MASKED : MIN_BIAS;
+  if (a.distance.rate) return false;  // the distance term has no lower bound
+  const double min_bias = a.is_causal || a.mask.data || a.distance.radius.data ? MIN_BIAS_MASKED : MIN_BIAS;
   if (keys.count <= FEW_KEYS || !(keys.min_bias >= min_bias)) return false;
   const int64_t d = a.d;
   for (int64_t i = 0; i < count; i += lanes<T>) {
@@ -235,9 +247,9 @@ CO_INLINE void product_tile(Vec<T> (&acc)[R][C], const T* data, ptrdiff_t ld, in
   }
 }
 
-// acc = log2 w + scaled scores
-template <class T, int R, int C, int QB>
-CO_INLINE void score_tile(Vec<T> (&acc)[R][C], const KeyBlock<T>& b, int64_t j, const T* query, int64_t d) {
+// acc = log2 w + scaled scores; rate is in base 2
+template <class T, int R, int C, int QB, bool DISTANCE>
+CO_INLINE void score_tile(Vec<T> (&acc)[R][C], const KeyBlock<T>& b, int64_t j, const T* query, int64_t d, const T* d2, T rate) {
   product_tile<T, R, C, QB>(acc, b.key, b.ldk, j, b.count, query, d);
   if (b.bias) {  // after the product: starting from a large log w would round every partial sum at its size
     CO_UNROLL
@@ -245,6 +257,15 @@ CO_INLINE void score_tile(Vec<T> (&acc)[R][C], const KeyBlock<T>& b, int64_t j, 
       const Vec<T> bias = broadcast(b.bias[smaller<int64_t>(j + r, b.count - 1)]);
       CO_UNROLL
       for (int c = 0; c < C; ++c) acc[r][c] += bias;
+    }
+  }
+  if constexpr (DISTANCE) {
+    const Vec<T> factor = broadcast(-rate);
+    CO_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const T* row = d2 + smaller<int64_t>(j + r, b.count - 1) * QB;
+      CO_UNROLL
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(factor, load(row + c * lanes<T>), acc[r][c]);
     }
   }
 }

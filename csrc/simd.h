@@ -97,6 +97,13 @@ CO_INLINE Vec<float> either(Vec<float> a, Vec<float> b) { return _mm256_or_ps(a,
 CO_INLINE MaskVec<float> either(MaskVec<float> a, MaskVec<float> b) { return a | b; }
 #endif
 
+template <class T> CO_INLINE T sum_of_lanes(Vec<T> x) {
+  T sum = 0;
+  CO_UNROLL
+  for (int l = 0; l < lanes<T>; ++l) sum += x[l];
+  return sum;
+}
+
 // max whose result is NaN where x is NaN (x86's max returns its second operand then; the portable form does as well).
 template <class V> CO_INLINE V clamp_below(V x, V low) { return max(low, x); }
 

@@ -32,6 +32,7 @@ def arguments(dtype=torch.float32, requires_grad=True):
 
 
 OPTIONS = (0.5, 0.0, False)
+NO_DISTANCE = (None,) * 4  # query_pos, key_pos, rate, radius
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
@@ -41,9 +42,8 @@ def test_opcheck_forward(dtype, kind):
     mask = torch.ones(2, 3, 6, 7, dtype=torch.bool).tril() if kind == "mask" else None
     seed = torch.tensor([17]) if kind == "dropout" else None
     options = (0.5, 0.25 if kind == "dropout" else 0.0, kind == "causal")
-    opcheck(
-        ops.continuum_attention_forward, (q, k, v, None if kind == "no weights" else w, mask, seed, *options)
-    )
+    w = None if kind == "no weights" else w
+    opcheck(ops.continuum_attention_forward, (q, k, v, w, mask, *NO_DISTANCE, seed, None, *options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
@@ -51,9 +51,10 @@ def test_opcheck_forward(dtype, kind):
 def test_opcheck_backward(dtype, with_weights, weights_grad):
     q, k, v, w = arguments(dtype, requires_grad=False)
     w = w if with_weights else None
-    out, lse, stats = ops.continuum_attention_forward(q, k, v, w, None, None, *OPTIONS)
+    inputs = (q, k, v, w, None, *NO_DISTANCE, None)
+    out, lse, stats = ops.continuum_attention_forward(*inputs, None, *OPTIONS)
     grads = (torch.randn_like(out), torch.randn_like(lse))
-    args = (*grads, q, k, v, w, None, None, out, stats, *OPTIONS, weights_grad)
+    args = (*grads, *inputs, out, stats, None, *OPTIONS, weights_grad, False, False)
     opcheck(ops.continuum_attention_backward, args)
 
 
@@ -68,8 +69,8 @@ def _chunked_arguments(requires_grad):
         x,
         y,
         rate,
-        None,
         radius,
+        None,
         [3.0, float("inf")],
         *OPTIONS,
     )

@@ -15,47 +15,29 @@ from ._library import LIBRARY
 # --- the operators that have kernels; PyTorch where the device has none --------------------------
 
 
-def _kernel_inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    attn_mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-) -> Inputs:
-    terms = (None, None, None, seed, None, None)
-    return Inputs(query, key, value, weights, attn_mask, *terms, scale, dropout_p, is_causal)
+# Tensors among the inputs, which come first; outputs of the backward, and their places among the inputs.
+TENSORS = 10
+PLACES = (0, 1, 2, 3, 5, 6, 7)
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if args[0].device.type == "cpu":
         warn_without_extension()
-    return chunked.forward(_kernel_inputs(*args))
+    return chunked.forward(Inputs(*args))
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    attn_mask: Tensor | None,
-    seed: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-    weights_grad: bool,
-) -> tuple[Tensor, ...]:
-    x = _kernel_inputs(query, key, value, weights, attn_mask, seed, scale, dropout_p, is_causal)
-    grads = chunked.backward(x, grad_out, grad_lse, [False] * chunked.DIFFERENTIABLE)
-    wanted = (*grads[:3], grads[3] if weights_grad else None)
-    return tuple(_or_empty(g, query) for g in wanted)
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    x, wanted = Inputs(*args[:TENSORS], *args[TENSORS + 2 : -3]), _wanted(args)
+    needs = [index in wanted for index in range(chunked.DIFFERENTIABLE)]
+    grads = chunked.backward(x, grad_out, grad_lse, needs)
+    return tuple(_or_empty(grads[index] if index in wanted else None, x.query) for index in PLACES)
+
+
+def _wanted(args: tuple[Any, ...]) -> list[int]:
+    """Which inputs the flags at the end of the backward's arguments ask the gradients of."""
+    weights_grad, positions_grad, rate_grad = args[-3:]
+    flags = (True, True, True, weights_grad, positions_grad, positions_grad, rate_grad)
+    return [place for place, flag in zip(PLACES, flags, strict=True) if flag]
 
 
 def _or_empty(grad: Tensor | None, query: Tensor) -> Tensor:
@@ -78,17 +60,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
 
 
 @torch.library.register_fake("continuum_ops::continuum_attention_backward", lib=LIBRARY)
-def _(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    wanted = weights if args[-1] else None
-    return tuple(_or_empty(_like(t), query) for t in (query, key, value, wanted))
+def _(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    wanted = _wanted(args)
+    return tuple(_or_empty(_like(args[index]) if index in wanted else None, args[0]) for index in PLACES)
 
 
 def _like(tensor: Tensor | None) -> Tensor | None:
@@ -97,8 +71,8 @@ def _like(tensor: Tensor | None) -> Tensor | None:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     out, _, stats = output
-    ctx.save_for_backward(*inputs[:6], out, stats)
-    ctx.options = inputs[6:]
+    ctx.save_for_backward(*inputs[:TENSORS], out, stats)
+    ctx.options = inputs[TENSORS:]
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
 
@@ -106,27 +80,23 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 def _derivative(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
-    query, key, value, weights, attn_mask, seed, out, stats = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
-        return (None,) * 9
+        return (None,) * len(Inputs._fields)
+    tensors, needs = ctx.saved_tensors, ctx.needs_input_grad
     if grad_out is None:
+        out = tensors[TENSORS]
         grad_out = out.new_zeros(()).expand(out.shape)
-    grads = torch.ops.continuum_ops.continuum_attention_backward(
-        grad_out,
-        grad_lse,
-        query,
-        key,
-        value,
-        weights,
-        attn_mask,
-        seed,
-        out,
-        stats,
-        *ctx.options,
-        ctx.needs_input_grad[3],
+    query, key, value, weights, query_pos, key_pos, rate = (
+        grad if needs[place] else None
+        for grad, place in zip(
+            torch.ops.continuum_ops.continuum_attention_backward(
+                grad_out, grad_lse, *tensors, *ctx.options, needs[3], needs[5] or needs[6], needs[7]
+            ),
+            PLACES,
+            strict=True,
+        )
     )
-    wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return (*wanted, *(None,) * 5)
+    return (query, key, value, weights, None, query_pos, key_pos, rate, *(None,) * 6)
 
 
 torch.library.register_autograd(
@@ -135,16 +105,19 @@ torch.library.register_autograd(
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:8])  # not out and stats: the second derivative recomputes them
-    ctx.options = inputs[10:13]
+    # Not out and stats: the second derivative recomputes them.
+    ctx.save_for_backward(*inputs[: 2 + TENSORS])
+    ctx.options = inputs[4 + TENSORS : -3]
     ctx.set_materialize_grads(False)
 
 
 def _second_derivative(ctx: Any, *grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_out, grad_lse, *tensors = ctx.saved_tensors
-    x = _kernel_inputs(*tensors, *ctx.options)
-    grads = _double_backward(x, grad_out, grad_lse, list(grad_grads) + [None] * 4)
-    return (*grads[:6], *(None,) * 8)
+    incoming: list[Tensor | None] = [None] * chunked.DIFFERENTIABLE
+    for place, grad in zip(PLACES, grad_grads, strict=True):
+        incoming[place] = grad
+    grads = _double_backward(Inputs(*tensors, *ctx.options), grad_out, grad_lse, incoming)
+    return (*grads, *(None,) * 11)
 
 
 torch.library.register_autograd(
@@ -190,8 +163,8 @@ def _(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ..
 
 
 def _setup_chunked(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:10])
-    ctx.options = inputs[10:]
+    ctx.save_for_backward(*inputs[:TENSORS])
+    ctx.options = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 
@@ -218,8 +191,8 @@ torch.library.register_autograd(
 
 
 def _setup_chunked_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:12])
-    ctx.options = inputs[12:-1]
+    ctx.save_for_backward(*inputs[: 2 + TENSORS])
+    ctx.options = inputs[2 + TENSORS : -1]
     ctx.set_materialize_grads(False)
 
 
@@ -261,4 +234,4 @@ class _DoubleBackward(torch.autograd.Function):
 def _double_backward(
     x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, grad_grads: list[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    return _DoubleBackward.apply(tuple(x[10:]), grad_out, grad_lse, *x[:10], *grad_grads)
+    return _DoubleBackward.apply(tuple(x[TENSORS:]), grad_out, grad_lse, *x[:TENSORS], *grad_grads)

@@ -30,8 +30,8 @@ class Inputs(NamedTuple):
     query_pos: Tensor | None
     key_pos: Tensor | None
     rate: Tensor | None
-    seed: Tensor | None
     radius: Tensor | None
+    seed: Tensor | None
     period: list[float] | None
     scale: float
     dropout_p: float

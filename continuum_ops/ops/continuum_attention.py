@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _continuum_attention_autograd  # noqa: F401  (registers the operators)
+from . import _continuum_attention_autograd, _continuum_attention_cuda  # noqa: F401  (register the operators)
 from . import _continuum_attention_checks as checks
 from ._continuum_attention_chunked import accumulation_dtype
 
@@ -118,28 +118,27 @@ def continuum_attention(
     query, key, value = _expand(query, leads), _expand(key, leads), _expand(value, leads)
     options = (float(scale), float(dropout_p), bool(is_causal))
 
-    positions = query_pos is not None or key_pos is not None
-    terms = rate is not None or period is not None or radius is not None
-    if not (positions or terms) and _kernel_serves(attn_mask):
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*leads, rows, keys)
-        out, lse, _ = _ops.continuum_attention_forward(query, key, value, weights, attn_mask, seed, *options)
-        return (out, lse) if return_lse else out
-
-    if attn_mask is not None:
-        attn_mask = _with_leads(attn_mask, leads, 2)
-    if positions or terms:
+    given = query_pos is not None or key_pos is not None
+    if given or rate is not None or period is not None or radius is not None:
         query_pos, key_pos, rate, radius = _distance_terms(
             query, keys, leads, query_pos, key_pos, rate, period, radius
         )
-    out, lse = _ops.continuum_attention_chunked(
-        query, key, value, weights, attn_mask, query_pos, key_pos, rate, seed, radius, period, *options
-    )
+    serves = _kernel_serves(query, attn_mask, query_pos)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*leads, rows, keys) if serves else _with_leads(attn_mask, leads, 2)
+    inputs = (query, key, value, weights, attn_mask, query_pos, key_pos, rate, radius, seed, period, *options)
+    if serves:
+        out, lse, _ = _ops.continuum_attention_forward(*inputs)
+    else:
+        out, lse = _ops.continuum_attention_chunked(*inputs)
     return (out, lse) if return_lse else out
 
 
-def _kernel_serves(attn_mask: Tensor | None) -> bool:
-    return attn_mask is None or attn_mask.dtype == torch.bool
+def _kernel_serves(query: Tensor, attn_mask: Tensor | None, query_pos: Tensor | None) -> bool:
+    """Not float masks, and not positions in a longer type than the kernel computes in."""
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        return False
+    return query_pos is None or query_pos.dtype == accumulation_dtype(query.dtype)
 
 
 def _is_autocast(device_type: str) -> bool:
@@ -183,17 +182,21 @@ def _distance_terms(
         raise ValueError(f"{checks.OP}: rate or radius must be given with query_pos and key_pos, got neither")
     if period is not None:
         checks.check_period(period, query_pos.shape[-1])
+    dtype = accumulation_dtype(query.dtype)
     if rate is not None:
         if isinstance(rate, (int, float)):
-            rate = torch.full((), rate, dtype=accumulation_dtype(query.dtype), device=query.device)
+            rate = torch.full((), rate, dtype=dtype, device=query.device)
         checks.check_rate(rate, query, leads)
-        rate = _with_leads(rate, leads, 0)
+        rate = _with_leads(rate.to(dtype), leads, 0)
+    # Positions keep a longer type than query's: far from 0 their differences would drown in its rounding.
+    longer = torch.promote_types(torch.promote_types(query_pos.dtype, key_pos.dtype), dtype)
     if radius is not None:
         checks.check_radius(radius, query, leads)
         if not isinstance(radius, Tensor):
-            radius = torch.full((1,), radius, dtype=torch.float64, device=query.device)
-        radius = _with_leads(_before_heads(radius.detach(), leads, 1), leads, 1)
-    positions = [_with_leads(_before_heads(p, leads, 2), leads, 2) for p in (query_pos, key_pos)]
+            radius = torch.full((1,), radius, dtype=longer, device=query.device)
+        radius = _with_leads(_before_heads(radius.detach().to(longer), leads, 1), leads, 1)
+        radius = radius.expand(*radius.shape[:-1], query.shape[-2])
+    positions = [_with_leads(_before_heads(p.to(longer), leads, 2), leads, 2) for p in (query_pos, key_pos)]
     return positions[0], positions[1], rate, radius
 
 
