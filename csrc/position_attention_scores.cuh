@@ -24,7 +24,7 @@ template <class Tile> struct SideShape {
 
 // g_ik = p_ik (grad_out_i . value_k + centre_i); rows are the queries, or the keys if TRANSPOSED.
 template <class T, bool TF32, bool TRANSPOSED, class A = typename Tile<T, TF32>::Acc>
-__global__ void __launch_bounds__(SUM_THREADS, sizeof(T) == 8 ? 1 : 2) score_sums(Geometry<A> geo, Columns<T> grad_out, Columns<T> value, ScoreSums<A> o) {
+__global__ void __launch_bounds__(SUM_THREADS, Tile<T, TF32>::arithmetic >= Arithmetic::tf32x3 ? 1 : 2) score_sums(Geometry<A> geo, Columns<T> grad_out, Columns<T> value, ScoreSums<A> o) {
   using Tl = Tile<T, TF32>;
   using S = SideShape<Tl>;
   constexpr int AXES = AXES_OF_LAUNCH<A>;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(SUM_THREADS, sizeof(T) == 8 ? 1 : 2) score_sum
         const int64_t query = TRANSPOSED ? columns[c / 2] + c % 2 : row0 + rows[r];
         const A gradient = p[r][c] * (acc[r / 2][c / 2][r % 2 * 2 + c % 2] + centres[query]);
         p[r][c] = gradient;
-        sums[r][0] += gradient;
+        if (TRANSPOSED) sums[r][0] += gradient;  // the weights' gradient
         sums[r][1] = fused(gradient, distance[r][c], sums[r][1]);
       }
     }
