@@ -25,6 +25,7 @@ __all__ = [
     "nn",
     "position_attention",
     "quadrature",
+    "reference",
 ]
 
 _LAZY = ("data", "models", "nn", "reference")
@@ -37,4 +38,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*__all__, "__version__"})

@@ -109,6 +109,11 @@ class Grid(Mesh):
         _require_same_device(given, "axes")
         dtype = reduce(torch.promote_types, (axis.dtype for axis in given))
         for i, axis in enumerate(given):
+            if axis.ndim == 0:
+                raise ValueError(
+                    f"axes[{i}] must be 1-D coordinates, got the number {axes[i]}; "
+                    "sizes go to Grid.uniform((n_1, ..., n_d))"
+                )
             quadrature._nodes(axis, f"axes[{i}]", 1)
         self._axes = tuple(axis.to(dtype) for axis in given)
         self._kind = _kinds(kind, len(axes))
@@ -351,6 +356,8 @@ def _require_same_device(tensors: Sequence[Tensor], name: str) -> None:
 
 def _require_nonnegative(w: Tensor, name: str) -> None:
     values = w.detach()
+    if values.is_meta:
+        return
     quadrature._require_finite(values, name)
     if bool((values < 0).any()):
         raise ValueError(f"{name} must be >= 0, got {values.min().item():g}")

@@ -68,7 +68,8 @@ def simpson(x: ArrayLike, *, dtype: torch.dtype = torch.float64, device: Device 
     (a+b)(2 - b/a)/6, (a+b)^3/(6ab), (a+b)(2 - a/b)/6. With an even number of nodes the last interval, which
     has no partner, integrates the quadratic through the last three nodes. Exact for polynomials of degree 2
     (degree 3 on evenly spaced pairs), fourth order for smooth integrands on even spacing. Weights are
-    positive on even spacing; an interval more than twice as long as its partner makes one negative.
+    positive on even spacing; an interval more than twice as long as its partner makes one negative, which
+    the softmax operators refuse: take :func:`trapezoid` there.
 
     Args:
         x: (n,) nodes, n >= 3, odd or even, strictly increasing.
@@ -140,7 +141,7 @@ def periodic(
     """
     nodes = _nodes(x, "x", 1)
     length = _positive(length, "length")
-    span = float(nodes[-1].detach() - nodes[0].detach())
+    span = 0.0 if nodes.is_meta else float(nodes[-1].detach() - nodes[0].detach())
     if not span < length:
         raise ValueError(
             f"x must lie within one period, without its repeated end: x[-1] - x[0] < length = {length:g}, "
@@ -375,6 +376,8 @@ def _nodes(x: ArrayLike, name: str, least: int) -> Tensor:
     if t.numel() < least:
         raise ValueError(f"{name} must have at least {least} entries, got {t.numel()}")
     values = t.detach()
+    if values.is_meta:
+        return t
     _require_finite(values, name)
     flat = torch.nonzero(torch.diff(values) <= 0)
     if flat.numel():

@@ -27,7 +27,7 @@ _TABLE = {
     ("float32", 256): (Config(32, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 }
 MAX_WIDTH = 256
-MIN_CAPABILITY = (8, 0)  # bfloat16 and TF32 products
+MIN_CAPABILITY = 80  # bfloat16 and TF32 products
 
 
 def configs(dtype: torch.dtype, width: int, capability: int) -> tuple[Config, Config, Config]:

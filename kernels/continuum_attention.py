@@ -53,7 +53,7 @@ def serves(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels take these dtypes, widths and this device."""
     if query.dtype == torch.float64 or max(query.shape[-1], value.shape[-1]) > MAX_WIDTH:
         return False
-    return torch.cuda.get_device_capability(query.device) >= MIN_CAPABILITY
+    return capability(query) >= MIN_CAPABILITY
 
 
 def capability(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ import continuum_ops as co
 
 attention_module = importlib.import_module("continuum_ops.ops.continuum_attention")
 chunked_module = importlib.import_module("continuum_ops.ops._continuum_attention_chunked")
-NAMES = ("out", "lse", "query", "key", "value", "weights", "attn_mask")
+NAMES = ("out", "lse", "query", "key", "value", "weights", "attn_mask", "query_pos", "key_pos", "rate")
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,6 +50,15 @@ def _sum_to(array: NDArray, shape) -> NDArray:
     return array.sum(shrunk, keepdims=True)
 
 
+def _differences(x, y, period, with_heads):
+    """x_i - y_k, (..., [1,] N, M, d), of the nearest images."""
+    z = x[..., :, None, :] - y[..., None, :, :]
+    for axis, length in enumerate(period or ()):
+        if math.isfinite(length):
+            z[..., axis] -= length * np.rint(z[..., axis] / length)
+    return z[..., None, :, :, :] if with_heads else z
+
+
 def exact(
     query,
     key,
@@ -62,6 +71,11 @@ def exact(
     factor=None,
     grad_out=None,
     grad_lse=None,
+    query_pos=None,
+    key_pos=None,
+    rate=None,
+    period=None,
+    radius=None,
 ) -> dict[str, NDArray]:
     """The formula and its derivative, written out in numpy; `factor` (dropout) multiplies probabilities."""
     q, k, v = _long(query), _long(key), _long(value)
@@ -74,6 +88,17 @@ def exact(
     v = np.where(np.swapaxes(w, -1, -2) > 0, v, 0)
     scale = (1 / math.sqrt(d) if d > 0 else 1.0) if scale is None else scale
     s = scale * (q @ np.swapaxes(k, -1, -2))
+    if query_pos is not None:
+        apart = _differences(_long(query_pos), _long(key_pos), period, len(leads) > 0)
+        apart = np.where(w[..., None] > 0, apart, 0)
+        d2 = (apart * apart).sum(-1)
+        r = np.zeros(()) if rate is None else _long(torch.as_tensor(rate, dtype=lse_dtype(query.dtype)))
+        r = r[..., None, None]
+        s = s - r * d2
+        if radius is not None:
+            reach = _long(torch.as_tensor(radius, dtype=lse_dtype(query.dtype))) ** 2
+            reach = reach if reach.ndim == 0 else reach[..., None, :, None] if len(leads) else reach[:, None]
+            keep &= d2 <= reach * (1 + 8 * torch.finfo(lse_dtype(query.dtype)).eps)
     if is_causal:
         keep &= np.tri(n, m, dtype=bool)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -108,6 +133,12 @@ def exact(
             result["weights"] = _sum_to(gw, weights.shape)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             result["attn_mask"] = _sum_to(gs, attn_mask.shape)
+        if query_pos is not None:
+            moment = 2 * (r * gs)[..., None] * apart
+            result["query_pos"] = _sum_to(_without_heads(-moment.sum(-2), leads), query_pos.shape)
+            result["key_pos"] = _sum_to(_without_heads(moment.sum(-3), leads), key_pos.shape)
+        if isinstance(rate, Tensor):
+            result["rate"] = _sum_to(-(gs * d2).sum((-2, -1)), rate.shape)
         # The same sums over absolute values: what their terms amount to before they cancel.
         gs = p * (np.abs(gp) + np.abs(row) + np.abs(gl))
         result["terms"] = {
@@ -117,13 +148,49 @@ def exact(
             "weights": (np.where(keep, gs / np.where(w > 0, w, 1), 0)).sum(-2),
             "attn_mask": gs,
         }
+        if query_pos is not None:
+            moment = np.abs(2 * (r * gs)[..., None] * apart)
+            result["terms"]["query_pos"] = _without_heads(moment.sum(-2), leads)
+            result["terms"]["key_pos"] = _without_heads(moment.sum(-3), leads)
+            result["terms"]["rate"] = (gs * d2).sum((-2, -1))
     return result
 
 
-def plain(query, key, value, weights=None, *, attn_mask=None, is_causal=False, scale=None):
+def _without_heads(array: NDArray, leads) -> NDArray:
+    return array.sum(-3) if len(leads) > 0 else array
+
+
+def plain(
+    query,
+    key,
+    value,
+    weights=None,
+    *,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    query_pos=None,
+    key_pos=None,
+    rate=None,
+    period=None,
+    radius=None,
+):
     """What a user would write: softmax of the scores plus log w, all in the dtype of query."""
     scale = (1 / math.sqrt(query.shape[-1]) if query.shape[-1] > 0 else 1.0) if scale is None else scale
     scores = scale * (query @ key.mT)
+    if query_pos is not None:
+        z = query_pos[..., :, None, :] - key_pos[..., None, :, :]
+        if period is not None:
+            length = z.new_tensor([p if math.isfinite(p) else 1e30 for p in period])
+            z = z - length * (z / length).round()
+        d2 = z.square().sum(-1)
+        d2 = d2[..., None, :, :] if query.dim() > 2 else d2
+        if rate is not None:
+            scores = scores - (torch.as_tensor(rate)[..., None, None] * d2).to(query.dtype)
+        if radius is not None:
+            r = torch.as_tensor(radius, dtype=d2.dtype)
+            r = r if r.dim() == 0 else r[..., None, :, None] if query.dim() > 2 else r[:, None]
+            scores = scores.masked_fill(d2 > r * r * (1 + 8 * torch.finfo(d2.dtype).eps), -math.inf)
     if weights is not None:
         dead = weights == 0
         scores = scores + torch.where(dead, 1.0, weights).log()[..., None, :].to(query.dtype)
@@ -150,14 +217,15 @@ def _leaves(tensors):
 
 
 def run(function, tensors, grad_out, grad_lse, **options) -> dict[str, Tensor]:
-    """Outputs of function and the gradient of every float input (query, key, value, weights, attn_mask)."""
+    """Outputs of function and the gradient of every float input, tensors being NAMES[2:] or its beginning."""
     leaves = _leaves(tensors)
-    query, key, value, weights, attn_mask = leaves
-    out, lse = function(query, key, value, weights, attn_mask=attn_mask, **options)
+    named = {name: leaf for name, leaf in zip(NAMES[6:], leaves[4:], strict=False) if leaf is not None}
+    out, lse = function(*leaves[:4], **named, **options)
     inputs = [t for t in leaves if t is not None and t.requires_grad]
-    grads = iter(torch.autograd.grad([out, lse], inputs, [grad_out.to(out.dtype), grad_lse.to(lse.dtype)]))
+    cotangents = [grad_out.to(out.dtype), grad_lse.to(lse.dtype)]
+    grads = iter(torch.autograd.grad([out, lse], inputs, cotangents, materialize_grads=True))
     result = {"out": out.detach(), "lse": lse.detach()}
-    for name, leaf in zip(NAMES[2:], leaves, strict=True):
+    for name, leaf in zip(NAMES[2:], leaves, strict=False):
         if leaf is not None and leaf.requires_grad:
             result[name] = next(grads)
     return result
@@ -172,14 +240,14 @@ def assert_within_budget(actual: Tensor, true: NDArray, plain_error: float, size
     assert actual.shape == true.shape, f"{what}: shape {tuple(actual.shape)}, must be {true.shape}"
     if actual.numel() == 0:
         return
-    error = _error(actual, true)
+    error = error_of(actual, true)
     allowed = max(
         2 * plain_error if math.isfinite(plain_error) else 0.0, 8 * torch.finfo(actual.dtype).eps * size
     )
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e} (plain {plain_error:.3e})"
 
 
-def _error(actual: Tensor, true: NDArray) -> float:
+def error_of(actual: Tensor, true: NDArray) -> float:
     value = _long(actual).astype(true.dtype)
     with np.errstate(invalid="ignore"):
         difference = np.where(value == true, 0, np.abs(value - true))  # -inf equals -inf
@@ -199,14 +267,27 @@ def _size(name: str, true: dict[str, NDArray], terms: dict[str, NDArray], value:
     return float(_sum_to(terms[name], true[name].shape).max(initial=0.0))
 
 
-def check(query, key, value, weights=None, *, attn_mask=None, seed=3, **options) -> dict[str, Tensor]:
+def check(
+    query,
+    key,
+    value,
+    weights=None,
+    *,
+    attn_mask=None,
+    query_pos=None,
+    key_pos=None,
+    rate=None,
+    seed=3,
+    **options,
+) -> dict[str, Tensor]:
     """Run the public function forward and backward and hold every result against the budget."""
     leads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     grad_out = draw((*leads, query.shape[-2], value.shape[-1]), query.dtype, seed)
     grad_lse = draw((*leads, query.shape[-2]), lse_dtype(query.dtype), seed + 1)
-    tensors = [query, key, value, weights, attn_mask]
+    tensors = [query, key, value, weights, attn_mask, query_pos, key_pos, rate]
     result = run(attend, tensors, grad_out, grad_lse, **options)
-    true = exact(*tensors[:4], attn_mask=attn_mask, grad_out=grad_out, grad_lse=grad_lse, **options)
+    named = dict(zip(NAMES[6:], tensors[4:], strict=True))
+    true = exact(*tensors[:4], **named, grad_out=grad_out, grad_lse=grad_lse, **options)
     terms = true.pop("terms")
     rough = run(plain, tensors, grad_out, grad_lse, **options)
     assert result.keys() == true.keys()
@@ -215,7 +296,7 @@ def check(query, key, value, weights=None, *, attn_mask=None, seed=3, **options)
         if expected_dtype is not None:
             assert actual.dtype == expected_dtype, f"{name}: dtype {actual.dtype}"
         size = _size(name, true, terms, value)
-        assert_within_budget(actual, true[name], _error(rough[name], true[name]), size, name)
+        assert_within_budget(actual, true[name], error_of(rough[name], true[name]), size, name)
     return result
 
 

@@ -212,21 +212,6 @@ def test_second_derivative_of_lse_alone(path):
     assert torch.autograd.gradgradcheck(lambda *a: _both(*a)[1], _small())
 
 
-def test_second_derivatives_of_mask_and_distance_terms():
-    q, k, v, w = _small(2, 2)
-    mask = draw((2, 1, 4), torch.float64, 5).requires_grad_()
-    x, y = draw((3, 2), torch.float64, 6).requires_grad_(), draw((2, 4, 2), torch.float64, 7).requires_grad_()
-    rate = draw((2,), torch.float64, 8, positive=True).requires_grad_()
-
-    def function(q, k, v, w, mask, x, y, rate):
-        terms = {"query_pos": x, "key_pos": y, "rate": rate, "period": (4.0, math.inf), "radius": 2.5}
-        return co.continuum_attention(q, k, v, w, attn_mask=mask, return_lse=True, **terms)
-
-    inputs = (q, k, v, w, mask, x, y, rate)
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
-
-
 def test_second_derivatives_in_blocks(path, monkeypatch):
     """Several blocks of queries give what one block gives."""
     inputs = [
@@ -254,80 +239,7 @@ def test_third_derivative_raises(path):
         torch.autograd.grad(second.sum(), q)
 
 
-# --- distance terms and the reference ------------------------------------------------------------
-
-
-def _terms(d2, rate, radius=None):
-    """The mask that the distance terms stand for."""
-    bias = -rate[:, None, None] * d2
-    return bias if radius is None else bias.masked_fill(d2 > radius**2, -math.inf)
-
-
-@pytest.mark.parametrize("period", [None, (1.0, math.inf)])
-@pytest.mark.parametrize("radius", [None, 0.6])
-def test_distance_terms_are_a_float_mask(period, radius):
-    q, k, v = qkv((2, 3), 12, 14, 4, 4, torch.float64)
-    x, y = draw((12, 2), torch.float64, 5), draw((2, 14, 2), torch.float64, 6)
-    rate, w = draw((3,), torch.float64, 7, positive=True), draw((14,), torch.float64, positive=True)
-    z = x[None, :, None] - y[:, None]
-    if period is not None:
-        z = torch.stack([z[..., 0] - z[..., 0].round(), z[..., 1]], -1)
-    mask = _terms(z.square().sum(-1)[:, None], rate, radius)
-    out, lse = co.continuum_attention(
-        q, k, v, w, query_pos=x, key_pos=y, rate=rate, period=period, radius=radius, return_lse=True
-    )
-    true = exact(q, k, v, w, attn_mask=mask)
-    np.testing.assert_allclose(out, true["out"].astype(float), atol=1e-13)
-    np.testing.assert_allclose(lse, true["lse"].astype(float), atol=1e-13)
-    same = reference.continuum_attention(
-        q, k, v, w, query_pos=x, key_pos=y, rate=rate, period=period, radius=radius, return_lse=True
-    )
-    torch.testing.assert_close((out, lse), same, rtol=1e-13, atol=1e-13)
-
-
-def test_rate_may_be_a_number():
-    q, k, v = qkv((3,), 4, 5, 2, 2)
-    x, y = draw((4, 2), seed=5), draw((5, 2), seed=6)
-    one = co.continuum_attention(q, k, v, query_pos=x, key_pos=y, rate=1.5)
-    torch.testing.assert_close(
-        one, co.continuum_attention(q, k, v, query_pos=x, key_pos=y, rate=torch.full((3,), 1.5))
-    )
-
-
-def test_radius_zero_and_the_rim():
-    """Radius 0 keeps the coincident key only; a key at the radius itself counts; no key: 0 and -inf."""
-    x = torch.tensor([[0.0], [0.3], [5.0]])
-    y = torch.tensor([[0.0], [0.1], [0.4]])
-    q, k, v = qkv((), 3, 3, 2, 2)
-    out = co.continuum_attention(q, k, v, query_pos=x, key_pos=y, radius=0.0)
-    torch.testing.assert_close(out, torch.stack([v[0], torch.zeros(2), torch.zeros(2)]))
-    radius = torch.tensor([0.1, 0.1, 0.1])
-    out, lse = co.continuum_attention(
-        q, k, v, query_pos=x, key_pos=y, radius=radius, scale=0.0, return_lse=True
-    )
-    torch.testing.assert_close(out[:2], torch.stack([(v[0] + v[1]) / 2, v[2]]))
-    assert out[2].tolist() == [0.0, 0.0] and lse[2] == -math.inf
-
-
-def test_distances_far_from_the_origin():
-    """CASES 16: float32 coordinates 512,695 and 512,804 are 109 apart, coincident points 0."""
-    x = torch.tensor([[512695.0]], requires_grad=True)
-    y = torch.tensor([[512804.0], [512695.0]], requires_grad=True)
-    q, k = torch.zeros(1, 0), torch.zeros(2, 0)
-    rate = torch.tensor(1e-3, requires_grad=True)
-    out, lse = co.continuum_attention(q, k, torch.eye(2), query_pos=x, key_pos=y, rate=rate, return_lse=True)
-    assert lse.item() == pytest.approx(math.log1p(math.exp(-1e-3 * 109**2)), abs=1e-7)
-    grads = torch.autograd.grad(out[0, 0], (x, y, rate))
-    p = 1 / (1 + math.exp(1e-3 * 109**2))
-    assert grads[0].item() == pytest.approx(p * (1 - p) * 2e-3 * 109, rel=1e-4)
-    assert grads[1][1].item() == 0.0 and all(bool(g.isfinite().all()) for g in grads)
-
-
-def test_large_rate_has_finite_gradients():
-    x = draw((20, 2), seed=5).requires_grad_()
-    rate = torch.tensor(1e5, requires_grad=True)
-    out = co.continuum_attention(*qkv((), 20, 20, 4, 4), query_pos=x, key_pos=x, rate=rate)
-    assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.sum(), (x, rate)))
+# --- the reference --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

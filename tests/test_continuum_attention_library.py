@@ -58,6 +58,27 @@ def test_opcheck_backward(dtype, with_weights, weights_grad):
     opcheck(ops.continuum_attention_backward, args)
 
 
+def _distance_arguments(dtype, requires_grad):
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    x, y = (draw((2, 1, n, 2), acc, n).requires_grad_(requires_grad) for n in (6, 7))
+    rate, radius = (
+        torch.ones(1, 3, dtype=acc).requires_grad_(requires_grad),
+        torch.full((1, 1, 6), 5.0, dtype=acc),
+    )
+    return (*arguments(dtype, requires_grad), None, x, y, rate, radius, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=names)
+def test_opcheck_distance(dtype):
+    period = [3.0, float("inf")]
+    opcheck(ops.continuum_attention_forward, (*_distance_arguments(dtype, True), period, *OPTIONS))
+    inputs = _distance_arguments(dtype, False)
+    out, lse, stats = ops.continuum_attention_forward(*inputs, period, *OPTIONS)
+    grads = (torch.randn_like(out), torch.randn_like(lse))
+    for wanted in ((True, True, True), (False, False, True), (False, True, False)):
+        opcheck(ops.continuum_attention_backward, (*grads, *inputs, out, stats, period, *OPTIONS, *wanted))
+
+
 def _chunked_arguments(requires_grad):
     mask = draw((1, 3, 6, 1), seed=4).requires_grad_(requires_grad)
     x, y = (draw((2, 1, n, 2), seed=n).requires_grad_(requires_grad) for n in (6, 7))

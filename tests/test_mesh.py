@@ -155,6 +155,9 @@ def test_grid_to_keeps_weights_and_period() -> None:
         grid.to(dtype=torch.int64)
     with pytest.raises(ValueError, match=r"axes\[0\] must be strictly increasing"):
         co.Grid.uniform(1000).to(dtype=torch.bfloat16)
+    shapes = co.Grid.uniform((3, 4), kind=("endpoint", "periodic")).to("meta")
+    assert shapes.points.shape == (12, 2) and shapes.weights.shape == (12,)
+    assert shapes.points.is_meta and shapes.period == (math.inf, 1.0)
 
 
 def test_grid_errors() -> None:
@@ -166,6 +169,8 @@ def test_grid_errors() -> None:
         co.Grid(X, [1.0, 1.0])
     with pytest.raises(ValueError, match=r"axes\[0\] must be 1-D, got shape \(2, 2\)"):
         co.Grid(torch.eye(2))
+    with pytest.raises(ValueError, match=r"axes\[0\] must be 1-D .* got the number 32; .*Grid.uniform"):
+        co.Grid(32, 32)
     with pytest.raises(ValueError, match=r"axes\[0\] must be finite, got nan at index 1"):
         co.Grid([0.0, math.nan])
     with pytest.raises(ValueError, match=r"axes\[0\] must have at least 1 entries, got 0"):

@@ -470,6 +470,11 @@ BAD = [
     ({"attn_mask": torch.ones(M, N) > 0}, r"attn_mask must have shape \(5, 7\) or \(9, 5, 7\), got"),
     ({"attn_mask": torch.ones(N, M).int()}, "attn_mask must be bool or floating point, got torch.int32"),
     ({"key_padding_mask": torch.ones(M) > 0}, r"key_padding_mask must have shape \(3, 7\), got \(7,\)"),
+    (
+        {"key_padding_mask": torch.ones(M)},
+        "key_padding_mask must .* weights are passed as weights=",
+    ),
+    ({"attn_mask": torch.ones(M)}, "attn_mask must .* quadrature weights are passed as weights="),
     ({"key_padding_mask": torch.ones(B, M).int()}, "key_padding_mask must be bool or floating point"),
 ]
 

@@ -448,6 +448,10 @@ U, X, W = torch.zeros(2, 5, 1), torch.zeros(5, 2), torch.ones(5)
     ("change", "match"),
     [
         ({"u": torch.zeros(5, 1)}, r"u must have shape \(B, N, 1\), was \(5, 1\)"),
+        (
+            {"u": torch.zeros(2, 5, 5, 1)},
+            r"5, 5, 1\); the axes of a grid are one: u.flatten\(1, -2\)",
+        ),
         ({"u": torch.zeros(2, 5, 3)}, r"u must have shape \(B, N, 1\), was \(2, 5, 3\)"),
         ({"u": U.double()}, "u must have the dtype of the parameters, torch.float32, was torch.float64"),
         ({"u": U.long()}, "u must have the dtype of the parameters, torch.float32, was torch.int64"),

@@ -182,7 +182,8 @@ class TNO(nn.Module):
         if not isinstance(u, Tensor):
             raise TypeError(f"u must be a tensor, was {type(u).__name__}")
         if u.ndim != 3 or u.shape[-1] != self.in_channels:
-            raise ValueError(f"u must have shape (B, N, {self.in_channels}), was {tuple(u.shape)}")
+            hint = "; the axes of a grid are one: u.flatten(1, -2)" if u.ndim > 3 else ""
+            raise ValueError(f"u must have shape (B, N, {self.in_channels}), was {tuple(u.shape)}{hint}")
         expected = next(self.parameters()).dtype
         castable = u.is_floating_point() and torch.is_autocast_enabled(u.device.type)
         if u.dtype != expected and not castable:

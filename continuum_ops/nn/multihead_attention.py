@@ -225,7 +225,10 @@ def _canonical_attn_mask(
     _check_mask(mask, "attn_mask")
     flat = (batch * num_heads, num_queries, num_keys)
     if mask.shape not in (flat[1:], flat):
-        raise ValueError(f"attn_mask must have shape {flat[1:]} or {flat}, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"attn_mask must have shape {flat[1:]} or {flat}, got {tuple(mask.shape)}; "
+            "quadrature weights are passed as weights="
+        )
     mask = ~mask if mask.dtype == torch.bool else mask.to(dtype)
     return mask if mask.dim() == 2 else mask.unflatten(0, (batch, num_heads))
 
@@ -234,7 +237,10 @@ def _canonical_padding_mask(mask: Tensor, batched: bool, batch: int, num_keys: i
     _check_mask(mask, "key_padding_mask")
     expected = (batch, num_keys) if batched else (num_keys,)
     if mask.shape != expected:
-        raise ValueError(f"key_padding_mask must have shape {expected}, got {tuple(mask.shape)}")
+        raise ValueError(
+            f"key_padding_mask must have shape {expected}, got {tuple(mask.shape)}; "
+            "quadrature weights are passed as weights="
+        )
     return mask.view(batch, num_keys)
 
 
