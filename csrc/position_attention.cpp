@@ -205,12 +205,11 @@ template <class T> class BackwardRun {
 
   BackwardRun(const Arguments& x, bool value, bool scores) : problem(x), value(value), scores(scores) {}
 
-  // grad_value: (B, HV, M, C) cleared; grad_query_pos, grad_key_pos: (P, N or M, d); grad_rate: (H,); grad_weights: (W, M)
-  void run(const Tensor& grad_out, const T* grad_lse, const T* out, const void* out_data, const T* stats, T* grad_value) {
-    (void)out;
+  // grad_value: (B, HV, M, C), cleared
+  void run(const Tensor& grad_out, const T* grad_lse, const void* out, const T* stats, T* grad_value) {
     load_rows(grad_lse, stats);
     find_far_keys();
-    pack(grad_out, out_data);
+    pack(grad_out, out);
     split();
     const int64_t width = a.value_heads * a.m * a.c * a.entries, groups = problem.groups;
     value_parts_ = Buffer<T>(value && query_parts_ > 1 ? groups * (query_parts_ - 1) * width : 0, T(0));
@@ -418,14 +417,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   auto single = [&](const Tensor& t) { return t.size(0) == 1 && run.problem.groups != 0; };
   std::optional<Tensor> lse_rows;
   if (grad_lse) lse_rows = torch::stable::contiguous(*grad_lse);
-  const Tensor none = torch::stable::new_empty(x.value, {0});
-  Tensor grad_value = needs[2] ? cleared(x.value) : none;
+  auto none = [&] { return torch::stable::new_empty(x.value, {0}); };  // outputs must not share memory
+  Tensor grad_value = needs[2] ? cleared(x.value) : none();
   if (needs[2] || scores) {
-    run.run(grad_out, lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr, nullptr, out.const_data_ptr(),
+    run.run(grad_out, lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr, out.const_data_ptr(),
             static_cast<const T*>(stats.const_data_ptr()), needs[2] ? data(grad_value) : nullptr);
   }
   auto finished = [&](Tensor t, const Tensor& like) { return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type()); };
-  Tensor grads[4] = {none, none, none, none};
+  Tensor grads[4] = {none(), none(), none(), none()};
   if (needs[0]) {
     Tensor t = cleared(x.query_pos);
     run.query_positions(data(t), single(x.query_pos));
@@ -446,7 +445,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
     run.weights(data(t), single(*x.weights), *x.weights);
     grads[3] = t;
   }
-  return {grads[0], grads[1], needs[2] ? finished(grad_value, x.value) : none, grads[2], grads[3]};
+  return {grads[0], grads[1], finished(grad_value, x.value), grads[2], grads[3]};
 }
 
 using Period = std::optional<std::vector<double>>;

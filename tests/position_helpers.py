@@ -25,7 +25,9 @@ def points(shape, dtype=torch.float32, seed=0, offset=0.0) -> Tensor:
     return (torch.rand(shape, generator=generator, dtype=torch.float64) + offset).to(dtype)
 
 
-def scene(n, m, d, *, batch=2, heads=2, channels=3, value_heads=None, dtype=torch.float32, per_sample=False, **kw):
+def scene(
+    n, m, d, *, batch=2, heads=2, channels=3, value_heads=None, dtype=torch.float32, per_sample=False, **kw
+):
     """query_pos, key_pos, value, rate: what most tests begin with."""
     geometry = lse_dtype(dtype) if kw.get("geometry") is None else kw["geometry"]
     seed, offset = kw.get("seed", 0), kw.get("offset", 0.0)
@@ -48,7 +50,9 @@ def _differences(x: NDArray, y: NDArray, period) -> NDArray:
     return z
 
 
-def exact(query_pos, key_pos, value, rate, weights=None, *, radius=None, period=None, grad_out=None, grad_lse=None):
+def exact(
+    query_pos, key_pos, value, rate, weights=None, *, radius=None, period=None, grad_out=None, grad_lse=None
+):
     """The formula and its derivative, written out in numpy: every array (B, H, N, M)."""
     x, y, v, r = (_long(t) for t in (query_pos, key_pos, value, rate))
     v = v if v.ndim == 4 else v[:, None]
@@ -123,7 +127,9 @@ def attend(*args, **options):
 
 
 def plain(query_pos, key_pos, value, rate, weights=None, **options):
-    out, lse = reference.position_attention(query_pos, key_pos, value, rate, weights, return_lse=True, **options)
+    out, lse = reference.position_attention(
+        query_pos, key_pos, value, rate, weights, return_lse=True, **options
+    )
     return out.to(value.dtype), lse
 
 
@@ -171,8 +177,8 @@ def check(query_pos, key_pos, value, rate, weights=None, *, seed=3, **options) -
             size = float(np.abs(true[name][np.isfinite(true[name])]).max(initial=1.0))
         else:
             size = float(terms[name].max(initial=0.0))
-        # The budget's eps is value's: float64 positions make nothing more exact that is computed in float32, and
-        # the gradients of geometry see grad_out . out, where out is rounded to value's dtype.
+        # The budget's eps is value's: float64 positions make nothing more exact that is computed in float32,
+        # and the gradients of geometry see grad_out . out, where out is rounded to value's dtype.
         if name not in ("out", "lse"):
             size *= torch.finfo(value.dtype).eps / torch.finfo(actual.dtype).eps
         assert_within_budget(actual, true[name], _error(rough[name], true[name]), size, name)

@@ -101,7 +101,10 @@ def test_what_the_batch_shares(path, dtype, value_heads, kind):
 @pytest.mark.parametrize("channels", [1, 3, 15, 16, 17, 31, 33, 64, 65, 129, 146, 147])
 def test_channels(path, dtype, channels):
     """CASES 17: sizes at which something inside switches."""
-    check(*scene(37, 41, 2, batch=1, channels=channels, dtype=dtype), draw((41,), lse_dtype(dtype), positive=True))
+    check(
+        *scene(37, 41, 2, batch=1, channels=channels, dtype=dtype),
+        draw((41,), lse_dtype(dtype), positive=True),
+    )
 
 
 @pytest.mark.parametrize("batch, channels", [(5, 7), (8, 64), (3, 129)])
@@ -144,7 +147,7 @@ def test_weights_from_softplus(path):
 
 @pytest.mark.parametrize("wanted", range(5))
 def test_one_gradient_alone(path, wanted):
-    tensors = list(scene(40, 50, 2, dtype=torch.float64)) + [draw((50,), torch.float64, positive=True)]
+    tensors = [*list(scene(40, 50, 2, dtype=torch.float64)), draw((50,), torch.float64, positive=True)]
     every = [t.clone().requires_grad_() for t in tensors]
     alone = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
     expected = torch.autograd.grad(attend(*every)[0].square().sum(), every)[wanted]
@@ -180,7 +183,7 @@ def test_gradgradcheck_without_weights_and_of_some_inputs(path):
     x, y, v, rate = scene(4, 5, 1, channels=2, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (y, v)]
     assert torch.autograd.gradgradcheck(lambda y, v: attend(x, y, v, rate), leaves)
-    assert torch.autograd.gradgradcheck(lambda y, v: attend(x, y, v, rate)[1], leaves[:1] + [v])
+    assert torch.autograd.gradgradcheck(lambda y, v: attend(x, y, v, rate)[1], [*leaves[:1], v])
 
 
 def test_third_derivatives_raise(path):
@@ -209,14 +212,19 @@ def test_float64_positions_keep_small_differences(path, period):
 
 def test_uneven_sampling(path):
     """CASES 30: f = sin 6t, a grid seven times denser on the left half; one global row at 0.5."""
-    left, right = torch.linspace(0, 0.5, 141, dtype=torch.float64), torch.linspace(0.5, 1, 21, dtype=torch.float64)
+    left, right = (
+        torch.linspace(0, 0.5, 141, dtype=torch.float64),
+        torch.linspace(0.5, 1, 21, dtype=torch.float64),
+    )
     t = torch.cat([left, right[1:]])
     w = co.quadrature.trapezoid(t)
     fine = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     query, rate = torch.tensor([[0.5]], dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
 
     def row(points, weights):
-        return co.position_attention(query, points[:, None], (6 * points).sin()[None, :, None], rate, weights).item()
+        return co.position_attention(
+            query, points[:, None], (6 * points).sin()[None, :, None], rate, weights
+        ).item()
 
     true = row(fine, co.quadrature.trapezoid(fine))
     kernel = (-0.5 * (0.5 - fine) ** 2).exp()

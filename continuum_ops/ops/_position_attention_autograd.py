@@ -24,7 +24,7 @@ def _or_empty(grad: Tensor | None, value: Tensor) -> Tensor:
 def _fake_gradients(x: Inputs, needs: list[bool]) -> tuple[Tensor, ...]:
     return tuple(
         _or_empty(None if t is None or not need else t.new_empty(t.shape), x.value)
-        for t, need in zip(x[:DIFFERENTIABLE], needs, strict=True)
+        for t, need in zip(x.tensors(), needs, strict=True)
     )
 
 
@@ -77,14 +77,26 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 def _derivative(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse, stats, radius = ctx.saved_tensors
+    query_pos, key_pos, value, rate, weights, out, lse, stats, radius = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
         return (None,) * len(Inputs._fields)
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
     needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
     grads = _ops.position_attention_backward(
-        grad_out, grad_lse, *inputs, out, lse, stats, radius, ctx.period, needs
+        grad_out,
+        grad_lse,
+        query_pos,
+        key_pos,
+        value,
+        rate,
+        weights,
+        out,
+        lse,
+        stats,
+        radius,
+        ctx.period,
+        needs,
     )
     return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
 
@@ -152,7 +164,7 @@ def _setup_chunked(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _derivative_chunked(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    x = Inputs(*ctx.saved_tensors, ctx.period)
+    x = Inputs(*(*ctx.saved_tensors, ctx.period))
     if grad_out is None and grad_lse is None:
         return (None,) * len(x)
     if grad_out is None:
@@ -203,7 +215,7 @@ class _DoubleBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         inputs, grad_grads = tensors[:-DIFFERENTIABLE], tensors[-DIFFERENTIABLE:]
         first, second, rest = chunked.double_backward(
-            Inputs(*inputs, period), grad_out, grad_lse, needs, list(grad_grads)
+            Inputs(*(*inputs, period)), grad_out, grad_lse, needs, list(grad_grads)
         )
         return (first, second, *rest)
 

@@ -71,14 +71,15 @@ def check_positions(query_pos: Any, key_pos: Any, value: Tensor) -> None:
         )
 
 
-def check_weights(weights: Any, value: Tensor) -> None:
-    """(M,) or (B, M)."""
+def check_weights(weights: Any, value: Tensor) -> Tensor:
+    """(M,) or (B, M); returns them."""
     check_tensor("weights", weights, like=value)
     batch, keys = value.shape[0], value.shape[-2]
     if tuple(weights.shape) not in ((keys,), (batch, keys)):
         raise ValueError(
             f"{OP}: weights must have shape (M,) or (B, M) = {(batch, keys)}, got {tuple(weights.shape)}"
         )
+    return weights
 
 
 def check_axis_weights(weights: Any, grid: Grid, value: Tensor) -> None:
@@ -100,7 +101,8 @@ def check_axis_weights(weights: Any, grid: Grid, value: Tensor) -> None:
             raise ValueError(f"{OP}: weights[{i}] must have shape {(size,)}, got {tuple(w.shape)}")
 
 
-def check_period(period: Any, dimension: int) -> None:
+def check_period(period: Any, dimension: int) -> list[float]:
+    """d numbers > 0; returns them as floats."""
     if not isinstance(period, Sequence) or not all(isinstance(p, (int, float)) for p in period):
         raise TypeError(f"{OP}: period must be None or a sequence of d numbers, got {period!r}")
     if len(period) != dimension:
@@ -109,6 +111,7 @@ def check_period(period: Any, dimension: int) -> None:
         )
     if not all(p > 0 for p in period):
         raise ValueError(f"{OP}: period must be > 0 (inf: not periodic), got {tuple(period)}")
+    return [float(p) for p in period]
 
 
 def check_radius(radius: Any, value: Tensor, queries: int) -> None:

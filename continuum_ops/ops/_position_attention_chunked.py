@@ -1,7 +1,7 @@
 """Position attention in PyTorch, a block of queries at a time: O(N * chunk) memory.
 
-Serves what has no kernel: second derivatives, and devices without a compiled kernel. With one geometry for the
-batch, probabilities are computed once and meet all batch entries and channels in one matrix product.
+Serves what has no kernel: second derivatives, and devices without a compiled kernel. With one geometry for
+the batch, probabilities are computed once and meet all batch entries and channels in one matrix product.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Inputs(NamedTuple):
     weights: Tensor | None  # (W, M)
     radius: Tensor | None  # (R, N)
     period: list[float] | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """The five that have gradients."""
+        return [self.query_pos, self.key_pos, self.value, self.rate, self.weights]
 
     @property
     def groups(self) -> int:
@@ -97,7 +101,7 @@ def _difference(x: Inputs, axis: int) -> Tensor:
 
 def _squared_distance(x: Inputs) -> Tensor:
     """(P, 1, n, M) in the accumulation dtype. Expansion of the square would cancel far from 0."""
-    total = x.query_pos.new_zeros(())
+    total = x.query_pos.new_zeros(*x.query_pos.shape[:2], x.key_pos.shape[1])
     for axis in range(x.query_pos.shape[-1]):
         total = total + _difference(x, axis).square()
     return total.to(x.rate.dtype)[:, None]
@@ -119,24 +123,36 @@ def _mix(p: Tensor, value: Tensor) -> Tensor:
     return mixed.reshape(heads, rows, batch, channels).permute(2, 0, 1, 3)
 
 
+def _log_ratios(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """log(w_k / max w), 0 where w is 0, and log max w; the logarithm of a quotient, not a difference.
+
+    A factor common to all weights, large or small, then leaves no rounding behind.
+    """
+    top = weights.detach().amax(-1, keepdim=True)
+    top = torch.where(top == 0, 1.0, top)
+    ratios = weights / top
+    tiny = (ratios < torch.finfo(weights.dtype).tiny) & (weights > 0)
+    dead = weights == 0
+    near = torch.where(tiny | dead, 1.0, ratios).log()
+    far = torch.where(tiny, weights, top).log() - top.log()
+    return near + far, top.log()
+
+
 def _probabilities(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """p_ik, (G, H, n, M), the sum over k of w_k e^{s_ik - shift_i} (1 if there is no key) and shift_i."""
+    """p_ik, (G, H, n, M); the sum over k of w_k / max w e^{s_ik - shift_i}, 1 if there is no key; shift_i."""
     d2 = _squared_distance(x)
     scores = -x.rate[:, None, None] * d2
+    if x.weights is not None:
+        log_ratios, _ = _log_ratios(x.weights)
+        scores = scores + log_ratios[:, None, None, :]
+        scores = scores.masked_fill(x.weights[:, None, None, :] == 0, -math.inf)
     if x.radius is not None:
         reach = x.radius.square()[:, None, :, None] * (1.0 + 8.0 * torch.finfo(d2.dtype).eps)
         scores = scores.masked_fill(d2 > reach, -math.inf)
-    logits = scores.detach()
-    if x.weights is not None:
-        weights = x.weights[:, None, None, :]
-        scores = scores.masked_fill(weights == 0, -math.inf)
-        logits = scores.detach() + weights.detach().log()
-    # The largest term becomes 1 whatever the weights are; a constant of the row, so it has no derivative.
-    shift = logits.amax(-1, keepdim=True)
+    # The largest term becomes 1; a constant of the row, so it has no derivative.
+    shift = scores.detach().amax(-1, keepdim=True)
     empty = shift == -math.inf
     terms = (scores - shift.masked_fill(empty, 0.0)).exp()
-    if x.weights is not None:
-        terms = terms * weights
     total = torch.where(empty, 1.0, terms.sum(-1, keepdim=True))
     return terms / total, total, shift
 
@@ -145,6 +161,8 @@ def _attend(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse and (shift, sum) of a block of queries; differentiable twice."""
     p, total, shift = _probabilities(x)
     lse = (shift + total.log()).squeeze(-1)
+    if x.weights is not None:
+        lse = lse + _log_ratios(x.weights)[1][..., None]
     return _mix(p, x.value), lse, torch.cat([shift, total], -1).detach()
 
 
@@ -171,7 +189,7 @@ class _Sums:
         self.given, self.needs = given, needs
         self.totals = [
             None if t is None or not need else torch.zeros_like(t, memory_format=torch.contiguous_format)
-            for t, need in zip(given[:DIFFERENTIABLE], needs, strict=True)
+            for t, need in zip(given.tensors(), needs, strict=True)
         ]
         value = self.totals[2]
         if value is not None:  # sums of 16-bit numbers are kept in float32
@@ -196,7 +214,7 @@ class _Sums:
                 value.masked_fill_(dead[:, None, :, None], 0.0)
             if weights is not None:
                 weights.masked_fill_(dead, 0.0)
-        inputs = self.given[:DIFFERENTIABLE]
+        inputs = self.given.tensors()
         return [
             None if g is None or t is None else g.to(t.dtype)
             for g, t in zip(self.totals, inputs, strict=True)
@@ -260,8 +278,8 @@ def backward(x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, needs: list[b
 
 def _leaves(x: Inputs) -> Inputs:
     """x as the inputs of a new graph."""
-    tensors = [None if t is None else t.detach().requires_grad_() for t in x[:DIFFERENTIABLE]]
-    return x._replace(**dict(zip(Inputs._fields[:DIFFERENTIABLE], tensors, strict=True)))
+    leaves = [None if t is None else t.detach().requires_grad_() for t in x.tensors()]
+    return Inputs(*(*leaves, x.radius, x.period))  # type: ignore[arg-type]
 
 
 def _gradients(x: Inputs, cotangents: list[Tensor]) -> list[Tensor | None]:
@@ -271,11 +289,11 @@ def _gradients(x: Inputs, cotangents: list[Tensor]) -> list[Tensor | None]:
         empty = lse == -math.inf
         seeds = [torch.where(empty.expand(out.shape[:-1])[..., None], 0.0, cotangents[0])]
         seeds += [torch.where(empty, 0.0, c) for c in cotangents[1:]]
-        wanted = [t for t in x[:DIFFERENTIABLE] if t is not None]
+        wanted = [t for t in x.tensors() if t is not None]
         found = iter(
             torch.autograd.grad((out, lse)[: len(seeds)], wanted, seeds, create_graph=True, allow_unused=True)
         )
-    return [None if t is None else next(found) for t in x[:DIFFERENTIABLE]]
+    return [None if t is None else next(found) for t in x.tensors()]
 
 
 def double_backward(
@@ -309,12 +327,12 @@ def double_backward(
                 pairs.append((f, incoming.to(f.dtype)))
             if not pairs:
                 continue
-            inputs = [t for t in block[:DIFFERENTIABLE] if t is not None]
+            inputs = [t for t in block.tensors() if t is not None]
             second = torch.autograd.grad(
                 [f for f, _ in pairs], inputs + cotangents, [gg for _, gg in pairs], allow_unused=True
             )
             found = iter(second)
-            sums.add([None if t is None else next(found) for t in block[:DIFFERENTIABLE]], start, stop)
+            sums.add([None if t is None else next(found) for t in block.tensors()], start, stop)
             part = next(found)
             if part is not None:
                 grad_grad_out[..., start:stop, :] += part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,12 +53,12 @@ def position_attention(
         value: (B, M, C), shared by the heads, or (B, H, M, C); float64, float32, bfloat16 or float16.
         rate: (H,), >= 0, one for each head, in units of 1 / length^2: most attention of a query goes to keys
             nearer than 1 / sqrt(rate).
-        weights: quadrature weights >= 0 and finite, (M,) or (B, M); with a Grid of keys also one tensor (n_i,)
-            for each axis, whose outer product they are. A weight of 0 removes its key. A constant factor
-            leaves the output as it is. None: ones.
-        radius: a number, (N,) or (B, N), >= 0: keys farther than radius from query i do not count. A key counts
-            if d^2 <= r^2 (1 + 8 eps), so that equidistant neighbours are in or out together. None: all count.
-            Not differentiable.
+        weights: quadrature weights >= 0 and finite, (M,) or (B, M); with a Grid of keys also one tensor
+            (n_i,) for each axis, whose outer product they are. A weight of 0 removes its key. A constant
+            factor leaves the output as it is. None: ones.
+        radius: a number, (N,) or (B, N), >= 0: keys farther than radius from query i do not count. A key
+            counts if d^2 <= r^2 (1 + 8 eps), so that equidistant neighbours are in or out together. None:
+            all count. Not differentiable.
         period: d numbers, the lengths of a periodic domain (inf: not periodic along that axis); distances
             are those of the nearest images. None: not periodic, also for a Grid with periodic axes.
         return_lse: return (out, lse).
@@ -67,13 +68,14 @@ def position_attention(
         :math:`\sum_k w_k e^{s_{ik}}`, float32 (float64 for a float64 value).
 
     A query with nothing to attend to (M = 0, all weights 0, no key within radius) gives 0, lse -inf and zero
-    gradients. A key of weight 0 has no effect even if its row is NaN; its position, value and weight gradients
-    are 0. NaN in a live row comes out. Distances are sums of squared differences, never expanded products.
-    Computation is in float64 for a float64 value, else in float32, and rounds to a 16-bit dtype once.
+    gradients. A key of weight 0 has no effect even if its row is NaN; its position, value and weight
+    gradients are 0. NaN in a live row comes out. Distances are sums of squared differences, never expanded
+    products. Computation is in float64 for a float64 value, else in float32, and rounds to a 16-bit dtype
+    once.
 
     Gradients exist for query_pos, key_pos, value, rate and weights, through out and lse, and so do second
-    derivatives; third derivatives and forward-mode derivatives raise. Under autocast, value takes the autocast
-    dtype (unless it is float64) and nothing else does.
+    derivatives; third derivatives and forward-mode derivatives raise. Under autocast, value takes the
+    autocast dtype (unless it is float64) and nothing else does.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -88,55 +90,45 @@ def position_attention(
         torch.Size([8, 2, 1024, 64])
     """
     checks.check_value(value)
-    if value.device.type != "meta" and torch.is_autocast_enabled(value.device.type):
-        if value.dtype != torch.float64:
-            value = value.to(torch.get_autocast_dtype(value.device.type))
+    device = value.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
+        value = value.to(torch.get_autocast_dtype(device))
     checks.check_rate(rate, value)
     if weights is not None and not isinstance(weights, Tensor) and isinstance(key_pos, Grid):
         checks.check_axis_weights(weights, key_pos, value)
         weights = reduce(lambda a, b: (a[:, None] * b).flatten(), weights)
-    query_pos, key_pos = (p.points if isinstance(p, Grid) else p for p in (query_pos, key_pos))
-    checks.check_positions(query_pos, key_pos, value)
+    x = query_pos.points if isinstance(query_pos, Grid) else query_pos
+    y = key_pos.points if isinstance(key_pos, Grid) else key_pos
+    checks.check_positions(x, y, value)
     if forward_ad._current_level >= 0:
-        checks.check_no_tangents([query_pos, key_pos, value, rate, weights])
-    batch, queries, dimension = value.shape[0], query_pos.shape[-2], query_pos.shape[-1]
-    if weights is not None:
-        checks.check_weights(weights, value)
-    if period is not None:
-        checks.check_period(period, dimension)
-        period = [float(p) for p in period]
-    if radius is not None:
-        checks.check_radius(radius, value, queries)
-
+        checks.check_no_tangents([x, y, value, rate, weights])
     dtype = accumulation_dtype(value.dtype)
-    positions_dtype = torch.promote_types(dtype, torch.promote_types(query_pos.dtype, key_pos.dtype))
-    shared = query_pos.dim() == 2 and key_pos.dim() == 2
-    query_pos, key_pos = (
-        p.to(positions_dtype) if shared or p.dim() == 3 else p.to(positions_dtype).expand(batch, -1, -1)
-        for p in (query_pos, key_pos)
-    )
-    if shared:
-        query_pos, key_pos = query_pos[None], key_pos[None]
     if weights is not None:
-        weights = weights.to(dtype)
-        weights = weights if weights.dim() == 2 else weights[None]
+        weights = checks.check_weights(weights, value).to(dtype)
+        weights = weights if weights.dim() == 2 else weights.unsqueeze(0)
+    if period is not None:
+        period = checks.check_period(period, x.shape[-1])
     if radius is not None:
-        radius = _radius_rows(radius, queries, value, dtype)
-    out, lse = _attend(
-        query_pos,
-        key_pos,
-        value if value.dim() == 4 else value[:, None],
-        rate.to(dtype),
-        weights,
-        radius,
-        period,
-    )
+        checks.check_radius(radius, value, x.shape[-2])
+        radius = _radius_rows(radius, x.shape[-2], value, dtype)
+    x, y = _position_rows(x, y, value.shape[0], dtype)
+    value = value if value.dim() == 4 else value.unsqueeze(1)
+    out, lse = _attend(x, y, value, rate.to(dtype), weights, radius, period)
     return (out, lse.expand(out.shape[:-1])) if return_lse else out
 
 
-def _attend(*args: object) -> tuple[Tensor, Tensor]:
+def _attend(*args: Any) -> tuple[Tensor, Tensor]:
     out, lse, _ = _ops.position_attention_forward(*args)
     return out, lse
+
+
+def _position_rows(x: Tensor, y: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(P, N, d) and (P, M, d) of one dtype, P = 1 if the batch shares both."""
+    dtype = torch.promote_types(dtype, torch.promote_types(x.dtype, y.dtype))
+    x, y = x.to(dtype), y.to(dtype)
+    if x.dim() == 2 and y.dim() == 2:
+        return x.unsqueeze(0), y.unsqueeze(0)
+    return x.expand(batch, *x.shape[-2:]), y.expand(batch, *y.shape[-2:])
 
 
 def _radius_rows(radius: Tensor | float, queries: int, value: Tensor, dtype: torch.dtype) -> Tensor:
