@@ -67,6 +67,7 @@ def triton_kernels() -> tuple[bool, str]:
     try:
         triton = importlib.import_module("triton")
         importlib.import_module("continuum_ops.kernels.continuum_attention")
+        importlib.import_module("continuum_ops.kernels.position_attention")
     except ImportError as error:
         return False, f"the Triton kernels do not load: {error}"
     return True, triton.__version__
@@ -99,4 +100,6 @@ def backends() -> dict[str, str]:
     else:
         found, detail = triton_kernels()
         cuda = f"Triton {detail}" if found else f"chunked PyTorch: {detail}"
+        loaded, reason = cuda_library()
+        cuda += "; position_attention: C++" if loaded else f"; no C++ for position_attention: {reason}"
     return {"cpu": cpu, "cuda": cuda}

@@ -19,22 +19,22 @@ from ._position_attention_kernels import score_sums_kernel, weighted_sum_kernel
 
 __all__ = ["backward", "forward", "serves"]
 
-WARPS = 4
-
 
 class Blocks(NamedTuple):
     rows: int
     others: int
     columns: int
+    warps: int
 
 
 def blocks(dtype: torch.dtype) -> Blocks:
     """Sizes of a tile at which ptxas spills nothing; three TF32 products need the most registers."""
-    return Blocks(32, 32, 32) if dtype == torch.float32 else Blocks(64, 32, 64)
+    return Blocks(32, 32, 32, 8) if dtype == torch.float32 else Blocks(64, 32, 64, 4)
 
 
 def serves(value: Tensor) -> bool:
-    return value.dtype != torch.float64
+    """Whether the kernels take this dtype and device: bfloat16 and TF32 products."""
+    return value.dtype != torch.float64 and torch.cuda.get_device_capability(value.device) >= (8, 0)
 
 
 def _packed(positions: Tensor) -> Tensor:
@@ -138,7 +138,8 @@ def _sum(
         out.shape[1],
         *geometry.steps(key_major), *x.stride(), out.stride(0),
         D=geometry.d, SPLIT=geometry.split, KEY_MAJOR=key_major, PRECISION=geometry.precision,
-        R=size.rows, OTHER=size.others, C=size.columns, num_warps=WARPS,
+        R=size.rows, OTHER=size.others, C=size.columns,
+        num_warps=size.warps,
     )  # fmt: skip
 
 
@@ -166,7 +167,8 @@ def _score_sums(
         value.shape[1],
         *geometry.steps(key_major), *grad_out.stride(), *value.stride(),
         D=geometry.d, SPLIT=geometry.split, KEY_MAJOR=key_major, PRECISION=geometry.precision,
-        POSITIONS=positions, WIDTH=width, R=size.rows, OTHER=size.others, C=size.columns, num_warps=WARPS,
+        POSITIONS=positions, WIDTH=width, R=size.rows, OTHER=size.others, C=size.columns,
+        num_warps=size.warps,
     )  # fmt: skip
     return sums
 
