@@ -116,8 +116,8 @@ template <class T> class Problem {
     STD_TORCH_CHECK(x.value.size(1) == 1 || x.value.size(1) == x.rate.size(0), "value: one head or as many as rate");
     STD_TORCH_CHECK(positions == x.key_pos.scalar_type() && (positions == ScalarType::Double || positions == type) &&
                     x.rate.scalar_type() == type, "positions: float64 or the accumulation dtype; rate: the accumulation dtype");
-    STD_TORCH_CHECK(!x.weights || (x.weights->scalar_type() == type && x.weights->dim() == 2 && leads(*x.weights) && x.weights->size(1) == m),
-                    "weights: (W, M) in the accumulation dtype, W = 1 or B");
+    STD_TORCH_CHECK(!x.weights || (x.weights->scalar_type() == type && x.weights->dim() == 2 && leads(*x.weights) &&
+                                   x.weights->size(1) == m), "weights: (W, M) in the accumulation dtype, W = 1 or B");
     STD_TORCH_CHECK(!x.radius || (x.radius->scalar_type() == type && x.radius->dim() == 2 && leads(*x.radius) &&
                                   x.radius->size(1) == x.query_pos.size(1)), "radius: (R, N) in the accumulation dtype, R = 1 or B");
     STD_TORCH_CHECK(!x.period || int64_t(x.period->size()) == x.query_pos.size(2), "period: d numbers");
@@ -174,8 +174,9 @@ template <class T> std::tuple<Tensor, Tensor, Tensor> forward(const Arguments& x
   size_t scratch_bytes = 0;
   const int64_t blocks = problem.lane_blocks(), threads = torch::stable::get_num_threads();
   // Wide chunks of columns amortise the probabilities, narrow ones give all threads something to do.
-  const int64_t wanted = std::max(ceil_div(padded, 1024), ceil_div(4 * threads, std::max<int64_t>(groups * blocks, 1)));
-  const int64_t chunk = std::max<int64_t>(std::min<int64_t>(panels, 4), ceil_div(panels, std::max<int64_t>(threads > 1 ? wanted : ceil_div(padded, 1024), 1)));
+  const int64_t few = std::max<int64_t>(ceil_div(padded, 1024), 1);
+  const int64_t wanted = threads == 1 ? few : std::max(few, ceil_div(4 * threads, std::max<int64_t>(groups * blocks, 1)));
+  const int64_t chunk = std::max(std::min<int64_t>(panels, 4), ceil_div(panels, wanted));
   const int64_t chunks = panels == 0 ? 1 : ceil_div(panels, chunk);
   for (int64_t i = 0; i < groups; ++i) {
     PositionGroup& g = problem.data[i].g;
@@ -218,7 +219,7 @@ template <class T> class BackwardRun {
     query_ = Buffer<T>(groups * key_parts_ * a.n * a.d, T(0));
     rate_ = Buffer<double>(groups * key_parts_ * query_parts_ * a.heads, 0.0);
     const double work = problem.work() * (int(value) + int(scores)) + double(groups) * width;
-    run_tasks(groups * key_parts_ * query_parts_, work, kernels.backward_scratch(a, PositionGroup{}), [&](int64_t t, void* scratch) {
+    run_tasks(groups * key_parts_ * query_parts_, work, kernels.backward_scratch(a), [&](int64_t t, void* scratch) {
       const int64_t q = t % query_parts_, k = t / query_parts_ % key_parts_, i = t / query_parts_ / key_parts_;
       const PositionGroup& g = problem.data[i].g;
       const int64_t blocks = ceil_div(g.key.count, LANE_BLOCK), tiles = ceil_div(a.n, DEPTH_TILE);
@@ -367,12 +368,14 @@ template <class T> class BackwardRun {
     std::vector<uint8_t> special(groups * a.heads * tiles());
     run_tasks(groups * a.heads * tiles(), double(groups) * a.heads * rows * 4, 2 * padded * sizeof(T), [&](int64_t t, void* scratch) {
       const int64_t tile = t % tiles(), head = t / tiles() % a.heads, i = t / tiles() / a.heads;
-      special[t] = kernels.pack_gradient(a, source, out, problem.data[i].g, head, tile * DEPTH_TILE, std::min((tile + 1) * DEPTH_TILE, a.n),
-                                         gradients_.get() + (i * a.heads + head) * rows, delta_.get() + i * a.heads * padded_rows(), scratch);
+      const int64_t begin = tile * DEPTH_TILE, end = std::min(begin + DEPTH_TILE, a.n);
+      T *to = gradients_.get() + (i * a.heads + head) * rows, *delta = delta_.get() + i * a.heads * padded_rows();
+      special[t] = kernels.pack_gradient(a, source, out, problem.data[i].g, head, begin, end, to, delta, scratch);
     });
-    for (size_t t = 0; t < special.size(); ++t) special_tile_[int64_t(t) / (a.heads * tiles()) * tiles() + int64_t(t) % tiles()] |= special[t];
+    for (int64_t t = 0; t < groups * a.heads * tiles(); ++t) special_tile_[t / (a.heads * tiles()) * tiles() + t % tiles()] |= special[t];
 
-    const int64_t blocks = ceil_div(a.m, LANE_BLOCK), block_values = columns * LANE_BLOCK, group_values = blocks * a.value_heads * block_values;
+    const int64_t blocks = ceil_div(a.m, LANE_BLOCK), block_values = columns * LANE_BLOCK;
+    const int64_t group_values = blocks * a.value_heads * block_values;
     values_ = Buffer<T>(scores ? groups * group_values : 0);
     special_block_ = Buffer<uint8_t>(groups * blocks, 0);
     for (int64_t i = 0; i < groups; ++i) {
@@ -404,8 +407,9 @@ template <class T> class BackwardRun {
 };
 
 template <class T>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x,
-                                                            const Tensor& out, const Tensor& stats, const std::vector<bool>& needs) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                                            const Arguments& x, const Tensor& out, const Tensor& stats,
+                                                            const std::vector<bool>& needs) {
   STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
   STD_TORCH_CHECK(needs.size() == 5, "needs: one for each of query_pos, key_pos, value, rate, weights");
   const bool weights_grad = needs[4] && x.weights.has_value();
@@ -423,7 +427,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
     run.run(grad_out, lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr, out.const_data_ptr(),
             static_cast<const T*>(stats.const_data_ptr()), needs[2] ? data(grad_value) : nullptr);
   }
-  auto finished = [&](Tensor t, const Tensor& like) { return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type()); };
+  auto finished = [](const Tensor& t, const Tensor& like) {
+    return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
+  };
   Tensor grads[4] = {none(), none(), none(), none()};
   if (needs[0]) {
     Tensor t = cleared(x.query_pos);
@@ -456,12 +462,11 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query_pos, const Ten
   return value.scalar_type() == ScalarType::Double ? forward<double>(x) : forward<float>(x);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query_pos,
-                                                               const Tensor& key_pos, const Tensor& value, const Tensor& rate,
-                                                               std::optional<Tensor> weights, const Tensor& out, const Tensor& lse,
-                                                               const Tensor& stats, std::optional<Tensor> radius, Period period,
-                                                               std::vector<bool> needs) {
-  (void)lse;
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse,
+                                                               const Tensor& query_pos, const Tensor& key_pos, const Tensor& value,
+                                                               const Tensor& rate, std::optional<Tensor> weights, const Tensor& out,
+                                                               const Tensor& /*lse*/, const Tensor& stats, std::optional<Tensor> radius,
+                                                               Period period, std::vector<bool> needs) {
   const Arguments x{query_pos, key_pos, value, rate, weights, radius, period};
   return value.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, out, stats, needs)
                                                    : backward<float>(grad_out, grad_lse, x, out, stats, needs);

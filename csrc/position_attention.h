@@ -82,9 +82,8 @@ struct PositionGradients {
 struct PositionAttentionKernels {
   int64_t (*padded_columns)(const PositionProblem&);  // elements of a row of values in panels
   int64_t (*panels)(const PositionProblem&);
-  int64_t (*transposed_columns)(const PositionProblem&);
   size_t (*forward_scratch)(const PositionProblem&, const PositionGroup&, int64_t panels);
-  size_t (*backward_scratch)(const PositionProblem&, const PositionGroup&);
+  size_t (*backward_scratch)(const PositionProblem&);
   // Rows row_begin .. row_end of the visiting order into panels of `rows` rows; returns whether one is not finite.
   bool (*pack_panels)(const PositionProblem&, const BatchedOperand&, int64_t first_entry, int64_t head, const PointSet&, int64_t row_begin,
                       int64_t row_end, void* to, void* scratch);

@@ -51,7 +51,9 @@ void product(const PositionProblem& a, const T* g, int64_t rows, int64_t first, 
   }
   const int64_t done = whole * PANEL, left = columns - done;
   if (left <= 0) return;
-  auto rest = [&](auto run, int64_t width) { run(g + done * rows + first * width, rows, 1, v + done * KEYS, columns, left, count, keys, whole > 0, to); };
+  auto rest = [&](auto run, int64_t width) {
+    run(g + done * rows + first * width, rows, 1, v + done * KEYS, columns, left, count, keys, whole > 0, to);
+  };
   switch ((left + L - 1) / L) {
     case 1: rest(product_panels<T, L>, L); break;
     case 2: rest(product_panels<T, 2 * L>, 2 * L); break;

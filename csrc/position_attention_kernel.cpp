@@ -29,11 +29,10 @@ int64_t padded_columns(const PositionProblem& a) {
 int64_t panels(const PositionProblem& a) {
   return by_type(a.dtype, [&](auto t) { return panels_of<CO_TYPE(t)>(a); });
 }
-int64_t transposed_columns(const PositionProblem& a) { return a.columns(); }
 size_t forward_scratch(const PositionProblem& a, const PositionGroup& g, int64_t count) {
   return by_type(a.dtype, [&](auto t) { return forward_scratch_of<CO_TYPE(t)>(a, g, count); });
 }
-size_t backward_scratch(const PositionProblem& a, const PositionGroup&) {
+size_t backward_scratch(const PositionProblem& a) {
   return by_type(a.dtype, [&](auto t) { return size_t(BackwardScratch<CO_TYPE(t)>(nullptr, a).end); });
 }
 bool pack_panels_any(const PositionProblem& a, const BatchedOperand& o, int64_t first_entry, int64_t head, const PointSet& s,
@@ -67,7 +66,7 @@ void backward_any(const PositionProblem& a, const PositionGroup& g, const Positi
 }  // namespace
 
 extern const PositionAttentionKernels position_attention = {
-    padded_columns,    panels,    transposed_columns, forward_scratch, backward_scratch, pack_panels_any, pack_transposed_any,
-    pack_gradient_any, near_keys, forward_any,        backward_any};
+    padded_columns,      panels,            forward_scratch, backward_scratch, pack_panels_any,
+    pack_transposed_any, pack_gradient_any, near_keys,       forward_any,      backward_any};
 
 }  // namespace continuum_ops::CO_ISA

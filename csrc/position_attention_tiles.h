@@ -70,7 +70,7 @@ template <class T> CO_INLINE Vec<T> nearest_integer(Vec<T> x) {
   if constexpr (sizeof(T) == 4) return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   else return _mm256_round_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  const Vec<T> magic = broadcast(T(sizeof(T) == 4 ? 12582912.0 : 6755399441055744.0)), limit = broadcast(T(sizeof(T) == 4 ? 4194304.0 : 2251799813685248.0));
+  const Vec<T> magic = broadcast(T(sizeof(T) == 4 ? 0x1.8p23 : 0x1.8p52)), limit = broadcast(T(sizeof(T) == 4 ? 0x1p22 : 0x1p51));
   const Vec<T> rounded = (x + magic) - magic;
   return (x < limit) & (x > -limit) ? rounded : x;
 #endif

@@ -98,8 +98,8 @@ template <class T> class GroupData {
  public:
   PositionGroup g;
 
-  void build(const PointRows& queries, const std::vector<int64_t>& query_order, const PointRows& keys, const std::vector<int64_t>& key_order,
-             Row<T> weights, Row<T> radius, bool split) {
+  void build(const PointRows& queries, const std::vector<int64_t>& query_order, const PointRows& keys,
+             const std::vector<int64_t>& key_order, Row<T> weights, Row<T> radius, bool split) {
     query_.build(queries, query_order, split);
     std::vector<int64_t> alive = key_order;
     if (weights) {
@@ -129,7 +129,10 @@ template <class T> class GroupData {
     g.log2_max_weight = std::log2(double(most));
     if (least == most) return;
     bias_.assign(g.key.padded, T(0));
-    auto log2_ratio = [&](double x) { return x / double(most) >= DBL_MIN ? std::log2(x / double(most)) : std::log2(x) - g.log2_max_weight; };
+    auto log2_ratio = [&](double x) {
+      const double ratio = x / double(most);
+      return ratio >= DBL_MIN ? std::log2(ratio) : std::log2(x) - g.log2_max_weight;
+    };
     for (int64_t j = 0; j < count; ++j) bias_[j] = T(log2_ratio(weights[g.key.place[j]]));
     g.min_bias = log2_ratio(least);
     g.bias = bias_.data();

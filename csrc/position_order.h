@@ -22,7 +22,7 @@ struct PointRows {
   }
 };
 
-constexpr int64_t FEW_POINTS = 512;  // so few are taken as they come
+constexpr int64_t FEW_POINTS = 128;  // so few are taken as they come
 
 // Place on the curve of a point whose n coordinates have `bits` bits (J. Skilling, "Programming the Hilbert curve", 2004).
 inline uint32_t hilbert_index(uint32_t (&x)[3], int n, int bits) {
