@@ -126,6 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query_pos, const Tensor
   Tensor out = torch::stable::new_empty(value, {p.batch, p.heads, p.n, p.channels});
   Tensor lse = torch::stable::new_empty(value, {p.geometries(), p.heads, p.n}, problem.acc);
   Tensor stats = torch::stable::new_empty(value, {p.geometries(), p.heads, p.n, 2}, problem.acc);
+  if (p.geometries() == 0) return {out, lse, stats};  // meshes of a batch of none
   Tensor scratch = scratch_for(problem, nullptr, value);
   check_success(position_attention_forward_cuda(p, {out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()},
                                                 scratch.mutable_data_ptr(), device.stream()));
@@ -151,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
       shape.clear();
       for (int64_t i = 0; i < like->dim(); ++i) shape.push_back(like->size(i));
     }
-    return torch::stable::new_empty(value, shape, dtype);
+    return p.geometries() == 0 ? torch::stable::new_zeros(value, shape, dtype) : torch::stable::new_empty(value, shape, dtype);
   };
   const bool weights_needed = weights && needs[4];
   Tensor grad_query_pos = result(&query_pos, needs[0], problem.acc), grad_key_pos = result(&key_pos, needs[1], problem.acc);
@@ -171,8 +172,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   if (needs[2]) g.grad_value = grad_value.mutable_data_ptr();
   if (needs[3]) g.grad_rate = grad_rate.mutable_data_ptr();
   if (weights_needed) g.grad_weights = grad_weights.mutable_data_ptr();
-  Tensor scratch = scratch_for(problem, &g, value);
-  check_success(position_attention_backward_cuda(p, g, scratch.mutable_data_ptr(), device.stream()));
+  if (p.geometries() > 0) {
+    Tensor scratch = scratch_for(problem, &g, value);
+    check_success(position_attention_backward_cuda(p, g, scratch.mutable_data_ptr(), device.stream()));
+  }
   if (p.wide_positions) {
     if (needs[0]) grad_query_pos = torch::stable::to(grad_query_pos, ScalarType::Double);
     if (needs[1]) grad_key_pos = torch::stable::to(grad_key_pos, ScalarType::Double);
