@@ -89,7 +89,8 @@ def _geometry(
         log_weights = value.new_zeros((1, key_pos.shape[-2]), dtype=torch.float32)
     else:  # log2 of a negative number is NaN, of 0 -inf
         log_weights = weights.log2().contiguous()
-        key_pos = key_pos.masked_fill((weights == 0)[..., None], 0.0)  # NaN there must not meet a product with 0
+        # NaN there must not meet a product with 0.
+        key_pos = key_pos.masked_fill((weights == 0)[..., None], 0.0)
     reach = None
     if radius is not None:
         radius = torch.where(radius >= 0, radius, math.nan)

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
     @property
     def groups(self) -> int:
         geometry = [t for t in (self.query_pos, self.key_pos, self.weights, self.radius) if t is not None]
-        return max([t.shape[0] for t in geometry]) if self.value.shape[0] else 1
+        return 1 if all(t.shape[0] == 1 for t in geometry) else self.value.shape[0]
 
 
 def inputs(

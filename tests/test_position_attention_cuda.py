@@ -310,9 +310,8 @@ def test_under_address_sanitizer() -> None:
     code = """
 import torch
 from position_cuda import check, inputs
-for dtype in (torch.float32, torch.bfloat16, torch.float64):
-    check("shim", inputs(dtype=dtype, n=67, m=35, channels=9, weights=1, radius=1, heads=1))
-check("shim", inputs(n=5, m=67, channels=8, d=5, geometries=2, period=[0.5] * 5, heads=1))
+check("shim", inputs(n=67, m=35, channels=9, weights=1, radius=1, heads=1))
+check("shim", inputs(dtype=torch.bfloat16, n=5, m=67, channels=8, d=4, geometries=2, period=[0.5] * 4, heads=1))
 print("clean")
 """
     compiler = build_script().compiler()
@@ -330,7 +329,7 @@ print("clean")
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             "LD_PRELOAD": os.pathsep.join(libraries),
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
-            "CONTINUUM_OPS_SHIM_FLAGS": "-fsanitize=address -g",
+            "CONTINUUM_OPS_SHIM_FLAGS": "-fsanitize=address",
             "CONTINUUM_OPS_NO_EXT": "1",
         },
         capture_output=True,
