@@ -311,7 +311,7 @@ def test_under_address_sanitizer() -> None:
 import torch
 from position_cuda import check, inputs
 check("shim", inputs(n=67, m=35, channels=9, weights=1, radius=1, heads=1))
-check("shim", inputs(dtype=torch.bfloat16, n=5, m=67, channels=8, d=4, geometries=2, period=[0.5] * 4, heads=1))
+check("shim", inputs(dtype=torch.bfloat16, n=5, m=67, channels=8, d=4, geometries=2, period=[0.5] * 4))
 print("clean")
 """
     compiler = build_script().compiler()
