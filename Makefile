@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
-#   make demo | test | lint | packaging | asan | bench | clean
+#   make demo | test | lint | packaging | asan | cuda | bench | clean
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
 #   PYTHON=python3.12       the interpreter that .venv is made of
 #   WORKERS=4               processes that run the tests, one thread each
@@ -15,7 +15,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint packaging asan bench clean FORCE
+.PHONY: demo test lint packaging asan cuda bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/continuum-ops demo
@@ -33,6 +33,9 @@ packaging: $(STAMP)
 
 asan: $(STAMP)
 	WORKERS=$(WORKERS) bash ci/sanitized_tests.sh $(BIN)/python
+
+cuda: $(STAMP)
+	$(BIN)/python ci/check_cuda.py
 
 bench: $(STAMP)
 	$(BIN)/python bench/bench_continuum_attention.py

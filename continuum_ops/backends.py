@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -29,12 +30,55 @@ def extension() -> tuple[ModuleType | None, str]:
 
 
 @functools.cache
+def cuda_library() -> tuple[bool, str]:
+    """Whether the compiled CUDA kernels are loaded, which registers them, or why not.
+
+    The library is apart from the extension, so that one that does not load leaves the CPU as it is.
+    """
+    if os.environ.get("CONTINUUM_OPS_NO_EXT") == "1":
+        return False, "CONTINUUM_OPS_NO_EXT=1"
+    if torch.version.cuda is None:
+        return False, "this build of PyTorch has no CUDA"
+    path = Path(__file__).resolve().parent / "_C_cuda.so"
+    if not path.is_file():
+        return False, "the CUDA library is not built"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return False, f"the CUDA library does not load: {error}"
+    return True, ""
+
+
+@functools.cache
 def warn_without_extension() -> None:
     """Say once per process that the CPU operators run without their kernels."""
     _, reason = extension()
     hint = "unset it to use the compiled kernels" if reason.startswith("CONTINUUM") else _BUILD
     warnings.warn(
         f"continuum_ops: the CPU operators run as chunked PyTorch ({reason}; {hint})",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def triton_kernels() -> tuple[bool, str]:
+    """Whether the Triton kernels import, and Triton's version or the reason."""
+    try:
+        triton = importlib.import_module("triton")
+        importlib.import_module("continuum_ops.kernels.continuum_attention")
+        importlib.import_module("continuum_ops.kernels.position_attention")
+    except ImportError as error:
+        return False, f"the Triton kernels do not load: {error}"
+    return True, triton.__version__
+
+
+@functools.cache
+def warn_without_triton() -> None:
+    """Say once per process that the CUDA operators run without their kernels."""
+    warnings.warn(
+        f"continuum_ops: the CUDA operators run as chunked PyTorch ({triton_kernels()[1]}; "
+        "pip install triton, as PyTorch's CUDA builds do)",
         UserWarning,
         stacklevel=2,
     )
@@ -51,6 +95,11 @@ def backends() -> dict[str, str]:
         cuda = "not available: this build of PyTorch has no CUDA"
     elif not torch.cuda.is_available():
         cuda = "not available: no CUDA device"
+    elif torch.cuda.get_device_capability() < (8, 0):
+        cuda = "chunked PyTorch: the Triton kernels need compute capability 8.0"
     else:
-        cuda = "chunked PyTorch: there is no CUDA kernel in this version"
+        found, detail = triton_kernels()
+        cuda = f"Triton {detail}" if found else f"chunked PyTorch: {detail}"
+        loaded, reason = cuda_library()
+        cuda += "; position_attention: C++" if loaded else f"; no C++ for position_attention: {reason}"
     return {"cpu": cpu, "cuda": cuda}

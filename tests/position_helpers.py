@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import torch
-from helpers import _error, _long, _sum_to, assert_within_budget, draw, lse_dtype
+from helpers import _long, _sum_to, assert_within_budget, draw, error_of, lse_dtype
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -181,5 +181,5 @@ def check(query_pos, key_pos, value, rate, weights=None, *, seed=3, **options) -
         # and the gradients of geometry see grad_out . out, where out is rounded to value's dtype.
         if name not in ("out", "lse"):
             size *= torch.finfo(value.dtype).eps / torch.finfo(actual.dtype).eps
-        assert_within_budget(actual, true[name], _error(rough[name], true[name]), size, name)
+        assert_within_budget(actual, true[name], error_of(rough[name], true[name]), size, name)
     return result

@@ -66,6 +66,16 @@ LIBRARY.define(
     f"position_attention_chunked_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor? radius, "
     f"float[]? period, bool[] needs) -> {_POSITION_GRADS}"
 )
+# The CUDA library's own: as the two above, with tf32, one TF32 product for float32 instead of three.
+LIBRARY.define(
+    f"position_attention_cuda_forward({_POSITION}, Tensor? radius, float[]? period, bool tf32) "
+    "-> (Tensor out, Tensor lse, Tensor stats)"
+)
+LIBRARY.define(
+    f"position_attention_cuda_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, "
+    "Tensor lse, Tensor stats, Tensor? radius, float[]? period, bool[] needs, bool tf32) "
+    f"-> {_POSITION_GRADS}"
+)
 # A product of one matrix (H, m_i, n_i) per axis of a grid; a list of no weights stands for ones. The
 # gradients are those of value and of each matrix.
 LIBRARY.define("grid_product(Tensor value, Tensor[] matrices, Tensor rate, Tensor[] weights) -> Tensor")

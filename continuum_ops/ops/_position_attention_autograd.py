@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import warn_without_extension
 from . import _position_attention_chunked as chunked
+from . import _position_attention_cuda
 from ._library import LIBRARY
 from ._position_attention_chunked import DIFFERENTIABLE, Inputs
 
@@ -50,6 +51,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 LIBRARY.impl("position_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("position_attention_backward", _backward, "CompositeExplicitAutograd")
+_position_attention_cuda.register(_forward, _backward)
 
 
 @torch.library.register_fake("continuum_ops::position_attention_forward", lib=LIBRARY)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _continuum_attention_autograd  # noqa: F401  (registers the operators)
+from . import _continuum_attention_autograd, _continuum_attention_cuda  # noqa: F401  (register the operators)
 from . import _continuum_attention_checks as checks
 from ._continuum_attention_chunked import accumulation_dtype
 
