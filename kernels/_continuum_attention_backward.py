@@ -18,7 +18,6 @@ from ._continuum_attention_tiles import (
     difference,
     kept_pairs,
     lead_base,
-    live_keys,
     load_axis,
     load_bias,
     load_rate,
@@ -39,7 +38,8 @@ def rows_kernel(
 ):  # fmt: skip
     """For each query what turns its exponents into probabilities, its D, and (SCALED) a factor of g.
 
-    SCALED: 1 / sum is a factor of g and D and the exponent keeps the exact shift: log2 sum in the exponent would be
+    SCALED: 1 / sum is a factor of g and D and the exponent keeps the exact shift: log2 sum in the exponent
+    would be
     rounded at the size of the shift. In 16 bits a factor of g would be rounded, so log2 sum joins the shift.
     A query with nothing to attend to has the shift inf: its probabilities are 0, and its rows are not read.
     """
@@ -56,7 +56,7 @@ def rows_kernel(
     g = load_rows(lead_base(grad_out, g_strides, z0, z1), queries, alive, g_strides, DV, BDV).to(tl.float32)
     columns = tl.arange(0, BDV)
     row_stride = tl.full([], DV, tl.int64)
-    o_at = out + (at[:, None] * row_stride + columns[None, :])
+    o_at = out + (at.to(tl.int64)[:, None] * row_stride + columns[None, :])
     o = tl.load(o_at, mask=alive[:, None] & (columns < DV)[None, :], other=0.0).to(tl.float32)
     delta = tl.sum(g * o, 1)
     if grad_lse is not None:
@@ -126,24 +126,30 @@ def add_position_gradients(
 @triton.jit
 def over_keys_tile(
     grad_q, grad_x, grad_rate, q, g, shift, delta, alive, k_base, k_strides, v_base, v_strides, bias_base,
-    mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, start, M, seed, lead,
+    mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, start, M,
+    seed, lead,
     threshold, factor, dropout_scale,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NDIM: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, NEGATIVE: tl.constexpr, POSITIONS: tl.constexpr,
     RATE: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     keys = start + tl.arange(0, KEYS)
-    bias = None
+    # Keys of weight 0 are not read, since NaN there must not matter. None: all are.
+    bias, live = None, None
     if bias_base is not None:
         bias = load_bias(bias_base, keys, M, EDGE)
-    live = live_keys(bias, keys, M, EDGE)
+        live = bias != -INFINITY
+    elif EDGE:
+        live = keys < M
     k = load_rows(k_base, keys, live, k_strides, D, BD)
     v = load_rows(v_base, keys, live, v_strides, DV, BDV)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     g_dot_v = tl.dot(g, tl.trans(v), input_precision=PRECISION)
     squared = None
     if NDIM > 0:
-        squared = squared_distance(x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, False)
+        squared = squared_distance(
+            x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, False
+        )
     keep = None
     if EDGE:
         keep = kept_pairs(queries, alive, keys, M, mask_base, mask_strides, squared, reach, CAUSAL, False)
@@ -151,7 +157,19 @@ def over_keys_tile(
     if seed is not None:
         survive = survivors(seed, lead, queries, start, threshold, KEYS, False)
     _, ds = gradient_tile(
-        product, g_dot_v, shift, delta, keep, survive, squared, rate, bias, factor, dropout_scale, NEGATIVE, False
+        product,
+        g_dot_v,
+        shift,
+        delta,
+        keep,
+        survive,
+        squared,
+        rate,
+        bias,
+        factor,
+        dropout_scale,
+        NEGATIVE,
+        False,
     )
     grad_q = tl.dot(ds.to(k.dtype), k, grad_q, input_precision=PRECISION)
     if RATE:
@@ -219,16 +237,22 @@ def over_keys_kernel(
     grad_rate = tl.zeros([QUERIES], tl.float32)
     for start in range(0, full, KEYS):
         grad_q, grad_x, grad_rate = over_keys_tile(
-            grad_q, grad_x, grad_rate, q, g, shift, delta, alive, k_base, k_strides, v_base, v_strides, bias_base,
-            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, start, M, seed,
-            lead, threshold, factor, dropout_scale, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE, POSITIONS, RATE,
+            grad_q, grad_x, grad_rate, q, g, shift, delta, alive, k_base, k_strides, v_base, v_strides,
+            bias_base,
+            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries,
+            start, M, seed,
+            lead, threshold, factor, dropout_scale, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE,
+            POSITIONS, RATE,
             False, KEYS,
         )  # fmt: skip
     for start in range(full, end, KEYS):
         grad_q, grad_x, grad_rate = over_keys_tile(
-            grad_q, grad_x, grad_rate, q, g, shift, delta, alive, k_base, k_strides, v_base, v_strides, bias_base,
-            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, start, M, seed,
-            lead, threshold, factor, dropout_scale, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE, POSITIONS, RATE,
+            grad_q, grad_x, grad_rate, q, g, shift, delta, alive, k_base, k_strides, v_base, v_strides,
+            bias_base,
+            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries,
+            start, M, seed,
+            lead, threshold, factor, dropout_scale, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE,
+            POSITIONS, RATE,
             True, KEYS,
         )  # fmt: skip
     grad_q = tl.where(alive[:, None], grad_q * scale, 0.0)
@@ -246,7 +270,8 @@ def over_keys_kernel(
 
 @triton.jit
 def over_queries_tile(
-    grad_k, grad_v, grad_b, grad_y, k, v, bias, live, q_base, q_strides, g_base, g_strides, shifts, deltas, factors,
+    grad_k, grad_v, grad_b, grad_y, k, v, bias, live, q_base, q_strides, g_base, g_strides, shifts, deltas,
+    factors,
     mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, radius_base, radius_strides, period,
     keys, first, start, N, M, seed, lead, threshold, factor, dropout_scale,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NDIM: tl.constexpr,
@@ -262,7 +287,9 @@ def over_queries_tile(
     g_dot_v = tl.dot(v, tl.trans(g), input_precision=PRECISION)
     squared = None
     if NDIM > 0:
-        squared = squared_distance(x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, True)
+        squared = squared_distance(
+            x_base, x_strides, queries, alive, y_base, y_strides, keys, live, period, NDIM, True
+        )
     keep = None
     if EDGE:
         reach = None
@@ -273,7 +300,19 @@ def over_queries_tile(
     if seed is not None:
         survive = survivors(seed, lead, queries, first, threshold, KEYS, True)
     mixed, ds = gradient_tile(
-        product, g_dot_v, shift, delta, keep, survive, squared, rate, bias, factor, dropout_scale, NEGATIVE, True
+        product,
+        g_dot_v,
+        shift,
+        delta,
+        keep,
+        survive,
+        squared,
+        rate,
+        bias,
+        factor,
+        dropout_scale,
+        NEGATIVE,
+        True,
     )
     grad_v = tl.dot(mixed.to(g.dtype), g, grad_v, input_precision=PRECISION)
     grad_k = tl.dot(ds.to(q.dtype), q, grad_k, input_precision=PRECISION)
@@ -288,15 +327,18 @@ def over_queries_tile(
 
 @triton.jit
 def over_queries_kernel(
-    query, q_strides, key, k_strides, value, v_strides, weights, w_strides, bias, bias_strides, mask, mask_strides,
+    query, q_strides, key, k_strides, value, v_strides, weights, w_strides, bias, bias_strides, mask,
+    mask_strides,
     query_pos, x_strides, key_pos, y_strides, rate_pointer, rate_strides, radius, radius_strides, period,
-    seed_pointer, grad_out, g_strides, shifts, deltas, factors, grad_key, grad_value, grad_weights, grad_key_pos,
+    seed_pointer, grad_out, g_strides, shifts, deltas, factors, grad_key, grad_value, grad_weights,
+    grad_key_pos,
     Z1, N, M, first_lead, threshold, factor, scale, dropout_scale,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NDIM: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, NEGATIVE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program owns a block of keys: gradients of key and value and, where wanted, of weights and key_pos."""
+    """A program owns a block of keys: gradients of key and value and, where wanted, of weights and
+    key_pos."""
     WEIGHTS: tl.constexpr = grad_weights is not None
     POSITIONS: tl.constexpr = grad_key_pos is not None
     AXES: tl.constexpr = triton.next_power_of_2(max(NDIM, 1))
@@ -307,10 +349,10 @@ def over_queries_kernel(
     keys = first + tl.arange(0, KEYS)
     inside = keys < M
     lead = first_lead + z.to(tl.int64)
-    bias_tile = None
+    bias_tile, live = None, inside
     if bias is not None:
         bias_tile = load_bias(lead_base(bias, bias_strides, z0, z1), keys, M, True)
-    live = live_keys(bias_tile, keys, M, True)
+        live = bias_tile != -INFINITY
     k = load_rows(lead_base(key, k_strides, z0, z1), keys, live, k_strides, D, BD)
     v = load_rows(lead_base(value, v_strides, z0, z1), keys, live, v_strides, DV, BDV)
     q_base, g_base = lead_base(query, q_strides, z0, z1), lead_base(grad_out, g_strides, z0, z1)
@@ -343,15 +385,19 @@ def over_queries_kernel(
     grad_y = tl.zeros([KEYS, AXES], tl.float32)
     for start in range(begin, full, QUERIES):
         grad_k, grad_v, grad_b, grad_y = over_queries_tile(
-            grad_k, grad_v, grad_b, grad_y, k, v, bias_tile, live, q_base, q_strides, g_base, g_strides, shifts + row0, deltas + row0, factors + row0,
-            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, radius_base, radius_strides, period,
+            grad_k, grad_v, grad_b, grad_y, k, v, bias_tile, live, q_base, q_strides, g_base, g_strides,
+            shifts + row0, deltas + row0, factors + row0,
+            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, radius_base,
+            radius_strides, period,
             keys, first, start, N, M, seed, lead, threshold, factor, dropout_scale, D, BD, DV, BDV, NDIM,
             PRECISION, CAUSAL, NEGATIVE, WEIGHTS, POSITIONS, True, QUERIES, KEYS,
         )  # fmt: skip
     for start in range(full, N, QUERIES):
         grad_k, grad_v, grad_b, grad_y = over_queries_tile(
-            grad_k, grad_v, grad_b, grad_y, k, v, bias_tile, live, q_base, q_strides, g_base, g_strides, shifts + row0, deltas + row0, factors + row0,
-            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, radius_base, radius_strides, period,
+            grad_k, grad_v, grad_b, grad_y, k, v, bias_tile, live, q_base, q_strides, g_base, g_strides,
+            shifts + row0, deltas + row0, factors + row0,
+            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, radius_base,
+            radius_strides, period,
             keys, first, start, N, M, seed, lead, threshold, factor, dropout_scale, D, BD, DV, BDV, NDIM,
             PRECISION, CAUSAL, NEGATIVE, WEIGHTS, POSITIONS, False, QUERIES, KEYS,
         )  # fmt: skip

@@ -10,7 +10,6 @@ from ._continuum_attention_tiles import (
     LN_2,
     kept_pairs,
     lead_base,
-    live_keys,
     load_bias,
     load_rate,
     load_reach,
@@ -55,7 +54,9 @@ def log2_weights_kernel(
         inside = keys < M
         value = tl.zeros([BLOCK], tl.float32)
         if HAS_WEIGHTS:
-            w = tl.load(lead_base(weights, strides, z0, z1) + keys.to(tl.int64) * strides[2], mask=inside, other=0.0)
+            w = tl.load(
+                lead_base(weights, strides, z0, z1) + keys.to(tl.int64) * strides[2], mask=inside, other=0.0
+            )
             valid = (w > 0.0) & (w < INFINITY)
             ratio = tl.log2(tl.where(valid, w, 1.0).to(tl.float64)) - log2_top
             value = tl.where(valid, ratio.to(tl.float32), tl.where(w == 0.0, -INFINITY, float("nan")))
@@ -68,10 +69,21 @@ def log2_weights_kernel(
 
 @triton.jit
 def key_norms_kernel(
-    key, key_strides, bias, bias_strides, norms, chunks, Z1, M, MIN_BIAS: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    key,
+    key_strides,
+    bias,
+    bias_strides,
+    norms,
+    chunks,
+    Z1,
+    M,
+    MIN_BIAS: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """max |key_k| over a chunk of keys; inf if that is no bound or a weight is below 2^MIN_BIAS of the largest."""
+    """max |key_k| over a chunk of keys; inf if that is no bound or a weight is below 2^MIN_BIAS of the
+    largest."""
     pid = tl.program_id(0)
     z = pid // chunks
     z0, z1 = z // Z1, z % Z1
@@ -91,17 +103,21 @@ def key_norms_kernel(
 @triton.jit
 def forward_tile(
     total, denominator, shift, q, k_base, k_strides, v_base, v_strides, bias_base, mask_base, mask_strides,
-    x_base, x_strides, y_base, y_strides, rate, reach, period, queries, inside, start, M, seed, lead, threshold, factor,
+    x_base, x_strides, y_base, y_strides, rate, reach, period, queries, inside, start, M, seed, lead,
+    threshold, factor,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NDIM: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, NEGATIVE: tl.constexpr, MARGIN: tl.constexpr,
     BOUNDED: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile of keys to the sums of a block of queries."""
     keys = start + tl.arange(0, KEYS)
-    bias = None
+    # Keys of weight 0 are not read, since NaN there must not matter. None: all are.
+    bias, live = None, None
     if bias_base is not None:
         bias = load_bias(bias_base, keys, M, EDGE)
-    live = live_keys(bias, keys, M, EDGE)
+        live = bias != -INFINITY
+    elif EDGE:
+        live = keys < M
     k = load_rows(k_base, keys, live, k_strides, D, BD)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     squared = None
@@ -129,7 +145,7 @@ def forward_tile(
     if v.dtype == tl.float32:
         # Summed outside the tensor cores, which round towards 0: over thousands of tiles that would show.
         part = tl.dot(p, v, input_precision=PRECISION)
-        if BOUNDED:
+        if BOUNDED:  # noqa: SIM108
             total = total + part
         else:
             total = tl.fma(total, rescale[:, None], part)
@@ -190,7 +206,8 @@ def forward_kernel(
     total = tl.zeros([QUERIES, BDV], tl.float32)
     bounded = False
     if norms is not None:
-        # |q . k| <= |q| |k|: where that is small no exponential needs a shift, hence no maximum, no subtraction
+        # |q . k| <= |q| |k|: where that is small no exponential needs a shift, hence no maximum, no
+        # subtraction
         # and no rescaling: the score costs one FMA, ex2 and one addition.
         length = tl.sqrt(tl.max(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1), 0))
         bounded = length * tl.load(norms + z) * factor <= BOUND
@@ -199,8 +216,10 @@ def forward_kernel(
             for start in range(0, full, KEYS):
                 total, denominator, shift = forward_tile(
                     total, denominator, shift, q, k_base, k_strides, v_base, v_strides, bias_base, mask_base,
-                    mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, inside, start,
-                    M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE, MARGIN,
+                    mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries,
+                    inside, start,
+                    M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE,
+                    MARGIN,
                     True, False, KEYS,
                 )  # fmt: skip
             begin = full

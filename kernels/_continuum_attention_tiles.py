@@ -57,17 +57,6 @@ def load_bias(base, keys, M, EDGE: tl.constexpr):
 
 
 @triton.jit
-def live_keys(bias, keys, M, EDGE: tl.constexpr):
-    """Which keys are to be read; None: all. Those of weight 0 are not, since NaN there must not matter."""
-    if bias is not None:
-        return bias != -INFINITY
-    elif EDGE:
-        return keys < M
-    else:
-        return None
-
-
-@triton.jit
 def over_queries(vector, KEY_MAJOR: tl.constexpr):
     if KEY_MAJOR:
         return vector[None, :]
@@ -103,7 +92,17 @@ def difference(x, y, period, axis: tl.constexpr, NDIM: tl.constexpr, KEY_MAJOR: 
 
 @triton.jit
 def squared_distance(
-    x_base, x_strides, queries, inside, y_base, y_strides, keys, live, period, NDIM: tl.constexpr, KEY_MAJOR: tl.constexpr
+    x_base,
+    x_strides,
+    queries,
+    inside,
+    y_base,
+    y_strides,
+    keys,
+    live,
+    period,
+    NDIM: tl.constexpr,
+    KEY_MAJOR: tl.constexpr,
 ):
     if KEY_MAJOR:
         total = tl.zeros([keys.shape[0], queries.shape[0]], tl.float32)
@@ -136,13 +135,14 @@ def log2_scores(product, factor, bias, rate, squared, NEGATIVE: tl.constexpr, KE
     """log2(w_k e^{s_ik}) up to a constant of the lead: one FMA, whose addend is the weight.
 
     Weights in the exponent cost the addition of the bias. Weights as factors of value and denominator would
-    save it, but then the shift of a row must be its largest unweighted score, and keys of large weight are lost to
+    save it, but then the shift of a row must be its largest unweighted score,
+    and keys of large weight are lost to
     underflow below a large score of tiny weight; and value would pass through registers on its way to the
     tensor cores in every tile.
     """
     if NEGATIVE:  # factor is |scale| log2 e, so that the largest product has the largest score
         product = -product
-    if bias is None:
+    if bias is None:  # noqa: SIM108
         t = product * factor
     else:
         t = tl.fma(product, factor, over_keys(bias, KEY_MAJOR))
@@ -153,7 +153,16 @@ def log2_scores(product, factor, bias, rate, squared, NEGATIVE: tl.constexpr, KE
 
 @triton.jit
 def kept_pairs(
-    queries, inside, keys, M, mask_base, mask_strides, squared, reach, CAUSAL: tl.constexpr, KEY_MAJOR: tl.constexpr
+    queries,
+    inside,
+    keys,
+    M,
+    mask_base,
+    mask_strides,
+    squared,
+    reach,
+    CAUSAL: tl.constexpr,
+    KEY_MAJOR: tl.constexpr,
 ):
     """Which pairs of an edge tile count: existing keys, the causal triangle, the mask and the radius."""
     keep = over_queries(inside, KEY_MAJOR) & over_keys(keys < M, KEY_MAJOR)

@@ -1,7 +1,8 @@
 """Continuum attention on NVIDIA GPUs: shapes, strides and launches of the Triton kernels beside this file.
 
 ``forward`` and ``backward`` have the arguments and results of the registered operators
-``continuum_ops::continuum_attention_forward`` and ``_backward`` (continuum_ops/ops/_library.py). Nothing here waits
+``continuum_ops::continuum_attention_forward`` and ``_backward`` (continuum_ops/ops/_library.py). Nothing
+here waits
 for the device. Leading dimensions are read in place: those that merge become two, the others are looped over.
 """
 
@@ -66,7 +67,8 @@ def capability(tensor: Tensor) -> int:
 
 
 def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-    """(size, stride of each tensor) of the leading dimensions, neighbours merged where all tensors allow it."""
+    """(size, stride of each tensor) of the leading dimensions, neighbours merged where all tensors allow
+    it."""
     merged: list[tuple[int, list[int]]] = []
     for axis, size in enumerate(sizes):
         own = [s[axis] for s in strides]
@@ -79,8 +81,11 @@ def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tupl
     return merged
 
 
-def _slices(leads: Sequence[int], tensors: Sequence[Tensor | None], trailing: Sequence[int]) -> Iterator[tuple[int, list[Tensor | None]]]:
-    """(first flattened lead, views (Z0, Z1, ...)) of tensors whose leading sizes are 1 or those of `leads`."""
+def _slices(
+    leads: Sequence[int], tensors: Sequence[Tensor | None], trailing: Sequence[int]
+) -> Iterator[tuple[int, list[Tensor | None]]]:
+    """(first flattened lead, views (Z0, Z1, ...)) of tensors whose leading sizes are 1 or those of
+    `leads`."""
     given = [(t, n) for t, n in zip(tensors, trailing, strict=True) if t is not None]
     strides = []
     for t, n in given:
@@ -159,7 +164,17 @@ def _log2_weights(weights: Tensor | None, key_mask: Tensor | None) -> tuple[Tens
     for _, (w_, mask_, bias_, largest_) in _slices(leads, [w, mask, bias, largest], [1, 2, 1, 1]):
         assert bias_ is not None and largest_ is not None
         log2_weights_kernel[(bias_.shape[0] * bias_.shape[1],)](
-            w_, _strides(w_), mask_, _strides(mask_), largest_, bias_, bias_.shape[1], keys, w_ is not None, BLOCK=2048, num_warps=8
+            w_,
+            _strides(w_),
+            mask_,
+            _strides(mask_),
+            largest_,
+            bias_,
+            bias_.shape[1],
+            keys,
+            w_ is not None,
+            BLOCK=2048,
+            num_warps=8,
         )
     return bias, largest
 
@@ -195,7 +210,12 @@ def _options(x: Inputs) -> _Options:
 
 
 def _launch(config: Config) -> dict[str, int]:
-    return {"QUERIES": config.queries, "KEYS": config.keys, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {
+        "QUERIES": config.queries,
+        "KEYS": config.keys,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def _key_norms(key: Tensor, bias: Tensor | None, is_causal: bool, padded: dict[str, Any]) -> Tensor:
@@ -211,11 +231,22 @@ def _key_norms(key: Tensor, bias: Tensor | None, is_causal: bool, padded: dict[s
 
 
 def _tensors(x: Inputs, bias: Tensor | None, mask: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
-    return [x.query, x.key, x.value, bias, mask, x.query_pos, x.key_pos, x.rate, x.radius], [2, 2, 2, 1, 2, 2, 2, 0, 1]
+    return [x.query, x.key, x.value, bias, mask, x.query_pos, x.key_pos, x.rate, x.radius], [
+        2,
+        2,
+        2,
+        1,
+        2,
+        2,
+        2,
+        0,
+        1,
+    ]
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, stats) of the operator; stats: the shift of the exponents (base 2) and sum_k w_k / max w 2^(s - shift)."""
+    """(out, lse, stats) of the operator; stats: the shift of the exponents (base 2) and sum_k w_k / max w
+    2^(s - shift)."""
     x = Inputs(*args)
     leads, rows, keys = x.query.shape[:-2], x.query.shape[-2], x.key.shape[-2]
     out = x.query.new_empty((*leads, rows, x.value.shape[-1]))
@@ -237,8 +268,10 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         norms = _key_norms(k, b, x.is_causal, o.padded) if bounded else None
         z0, z1 = q.shape[:2]
         forward_kernel[(triton.cdiv(rows, config.queries) * z0 * z1,)](
-            q, _strides(q), k, _strides(k), v, _strides(v), b, _strides(b), top, _strides(top), m, _strides(m),
-            xp, _strides(xp), yp, _strides(yp), rate, _strides(rate), radius, _strides(radius), o.period, x.seed, norms,
+            q, _strides(q), k, _strides(k), v, _strides(v), b, _strides(b), top, _strides(top), m,
+            _strides(m),
+            xp, _strides(xp), yp, _strides(yp), rate, _strides(rate), radius, _strides(radius), o.period,
+            x.seed, norms,
             out_, lse_, stats_, z1, rows, keys, first, o.threshold, o.factor, o.dropout_scale,
             **o.padded, MARGIN=FP16_MARGIN if x.query.dtype == torch.float16 else 0.0, **_launch(config),
         )  # fmt: skip
@@ -246,7 +279,8 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    """(grad_query, grad_key, grad_value, grad_weights, grad_query_pos, grad_key_pos, grad_rate); (0,) for the unwanted."""
+    """(grad_query, grad_key, grad_value, grad_weights, grad_query_pos, grad_key_pos, grad_rate); (0,) for
+    the unwanted."""
     *inputs, period, scale, dropout_p, is_causal, weights_grad, positions_grad, rate_grad = args
     *inputs, out, stats = inputs
     x = Inputs(*inputs, period, scale, dropout_p, is_causal)
@@ -279,7 +313,13 @@ def backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Ten
 
 
 def _launch_backward(
-    x: Inputs, leads: Sequence[int], grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, stats: Tensor, grads: list[Tensor | None]
+    x: Inputs,
+    leads: Sequence[int],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
+    grads: list[Tensor | None],
 ) -> None:
     rows, keys = x.query.shape[-2], x.key.shape[-2]
     o = _options(x)
@@ -290,21 +330,39 @@ def _launch_backward(
     weights = None if grads[3] is None else x.weights
     more = [weights, grad_out, grad_lse, out, stats, *row_terms, *grads]
     _, keys_config, queries_config = o.configs
-    for first, views in _slices(leads, [*tensors, *more], [*trailing, 1, 2, 1, 2, 2, 1, 1, 1, 2, 2, 2, 1, 2, 2, 1]):
-        q, k, v, b, m, xp, yp, rate, radius, w, g, gl, out_, stats_, *terms, gq, gk, gv, gw, gx, gy, gr = views
+    for first, views in _slices(
+        leads, [*tensors, *more], [*trailing, 1, 2, 1, 2, 2, 1, 1, 1, 2, 2, 2, 1, 2, 2, 1]
+    ):
+        q, k, v, b, m, xp, yp, rate, radius, w, g, gl, out_, stats_, *terms, gq, gk, gv, gw, gx, gy, gr = (
+            views
+        )
         assert q is not None and v is not None
         z0, z1 = q.shape[:2]
         rows_kernel[(triton.cdiv(rows, 32) * z0 * z1,)](
             g, _strides(g), out_, stats_, gl, _strides(gl), *terms, z1, rows,
             DV=o.padded["DV"], BDV=o.padded["BDV"], SCALED=q.dtype == torch.float32, QUERIES=32,
         )  # fmt: skip
-        geometry = (m, _strides(m), xp, _strides(xp), yp, _strides(yp), rate, _strides(rate), radius, _strides(radius), o.period, x.seed)
+        geometry = (
+            m,
+            _strides(m),
+            xp,
+            _strides(xp),
+            yp,
+            _strides(yp),
+            rate,
+            _strides(rate),
+            radius,
+            _strides(radius),
+            o.period,
+            x.seed,
+        )
         numbers = (z1, rows, keys, first, o.threshold, o.factor, x.scale, o.dropout_scale)
         over_keys_kernel[(triton.cdiv(rows, keys_config.queries) * z0 * z1,)](
             q, _strides(q), k, _strides(k), v, _strides(v), b, _strides(b), *geometry, g, _strides(g), *terms,
             gq, gx, gr, *numbers, **o.padded, **_launch(keys_config),
         )  # fmt: skip
         over_queries_kernel[(triton.cdiv(keys, queries_config.keys) * z0 * z1,)](
-            q, _strides(q), k, _strides(k), v, _strides(v), w, _strides(w), b, _strides(b), *geometry, g, _strides(g), *terms,
+            q, _strides(q), k, _strides(k), v, _strides(v), w, _strides(w), b, _strides(b), *geometry, g,
+            _strides(g), *terms,
             gk, gv, gw, gy, *numbers, **o.padded, **_launch(queries_config),
         )  # fmt: skip

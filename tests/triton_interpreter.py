@@ -1,5 +1,6 @@
 """Triton's interpreter made fit for numerical tests: its bfloat16 computes on raw bits, and fp32 to bfloat16
-truncates; TF32 operands are not rounded; triton 3.6 loops fail under numpy >= 2.4. Seen on triton 3.6.0 and 3.9.0.
+truncates; TF32 operands are not rounded; triton 3.6 loops fail under numpy >= 2.4. Seen on triton 3.6.0 and
+3.9.0.
 
 TRITON_INTERPRET=1 must be in the environment before triton is imported.
 """
@@ -12,11 +13,13 @@ from triton.runtime import interpreter
 
 Handle = interpreter.TensorHandle
 TWO_OPERANDS = (
-    "create_fadd", "create_fmul", "create_fdiv", "create_frem", "create_fsub", "create_minimumf", "create_minnumf",
+    "create_fadd", "create_fmul", "create_fdiv", "create_frem", "create_fsub", "create_minimumf",
+    "create_minnumf",
     "create_maximumf", "create_maxnumf", "create_precise_divf",
 )  # fmt: skip
 ONE_OPERAND = (
-    "create_exp", "create_exp2", "create_log", "create_log2", "create_sqrt", "create_rsqrt", "create_sin", "create_cos",
+    "create_exp", "create_exp2", "create_log", "create_log2", "create_sqrt", "create_rsqrt", "create_sin",
+    "create_cos",
     "create_fabs", "create_floor", "create_ceil", "create_erf",
 )  # fmt: skip
 

@@ -33,7 +33,7 @@ def kernels() -> ModuleType:
 
 
 def interpret() -> torch.library.Library:
-    """Let CPU tensors take the way of CUDA tensors, through the interpreter; for as long as the result lives."""
+    """Let CPU tensors take the way of CUDA tensors through the interpreter, as long as the result lives."""
     import triton_interpreter
 
     from continuum_ops.ops import _continuum_attention_cuda as cuda

@@ -95,7 +95,7 @@ def position_attention(
     if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
         value = value.to(torch.get_autocast_dtype(device))
     checks.check_rate(rate, value)
-    product = query_pos, key_pos, weights  # as given: grids have a form of their own
+    given = weights  # one tensor for each axis where the grid form takes it
     if weights is not None and not isinstance(weights, Tensor) and isinstance(key_pos, Grid):
         checks.check_axis_weights(weights, key_pos, value)
         weights = reduce(lambda a, b: (a[:, None] * b).flatten(), weights)
@@ -109,18 +109,11 @@ def position_attention(
         checks.check_radius(radius, value, x.shape[-2])
     if period is not None:
         period = checks.check_period(period, x.shape[-1])
-    if grids.serves(*product, radius=radius):
-        heads = value if value.dim() == 4 else value.unsqueeze(1)
-        return grids.grid_attention(
-            product[0],
-            product[1],
-            heads,
-            rate,
-            product[2],
-            radius=radius,
-            period=period,
-            return_lse=return_lse,
-        )
+    if isinstance(query_pos, Grid) and isinstance(key_pos, Grid):
+        if grids.serves(query_pos, key_pos, given, radius=radius):
+            heads = value if value.dim() == 4 else value.unsqueeze(1)
+            options: dict[str, Any] = {"radius": radius, "period": period, "return_lse": return_lse}
+            return grids.grid_attention(query_pos, key_pos, heads, rate, given, **options)
     if weights is not None:
         weights = checks.check_weights(weights, value).to(dtype)
         weights = weights if weights.dim() == 2 else weights.unsqueeze(0)

@@ -1,0 +1,79 @@
+"""The Triton kernels compile for the GPUs they are shipped for, within bounds of registers, spills and
+memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import qkv
+from triton_support import INTERPRETED, kernels
+
+pytest.importorskip("triton", reason="triton is not installed")
+if INTERPRETED:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton_dryrun import SHARED_MEMORY, dryrun
+
+# Bytes that a thread may spill. Wide float32 rows do not fit registers whatever the tile.
+SPILLS = {16: 0, 64: 0, 128: 256, 256: 1024}
+
+
+def launch(capability, dtype, width, monkeypatch, *, weights=True, distance=False, dropout=0.0, causal=False):
+    """Forward and backward through the real launch code."""
+    kernel = kernels()
+    monkeypatch.setattr(kernel, "capability", lambda tensor: capability)
+    q, k, v = qkv((2, 2), 300, 300, width, width, dtype)
+    w = torch.ones(2, 2, 300) if weights else None
+    positions = torch.zeros(1, 1, 300, 2) if distance else None
+    rate = torch.ones(1, 2) if distance else None
+    seed = torch.tensor([1]) if dropout else None
+    tensors = (q, k, v, w, None, positions, positions, rate, None, seed)
+    options = (None, 0.25, dropout, causal)
+    with dryrun(capability) as log:
+        out, lse, stats = kernel.forward(*tensors, *options)
+        kernel.backward(out, lse, *tensors, out, stats, *options, weights, distance, distance)
+    return log
+
+
+def assert_within_bounds(log, capability, width):
+    assert {c.name for c in log.compiled} >= {"forward_kernel", "over_keys_kernel", "over_queries_kernel"}
+    for kernel in log.compiled:
+        assert kernel.registers <= 255
+        assert kernel.spill_bytes <= SPILLS[width], kernel
+    assert all(x.shared <= SHARED_MEMORY[capability] for x in log.launches)
+    # Batch and heads are in the first axis of the grid, which alone may pass 65,535.
+    assert all(x.grid[1:] == (1, 1) for x in log.launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "capability, width, dtype",
+    [
+        (80, 16, torch.float32),
+        (80, 64, torch.bfloat16),
+        (80, 128, torch.float32),
+        (90, 16, torch.bfloat16),
+        (90, 64, torch.float32),
+        (90, 128, torch.bfloat16),
+        (90, 256, torch.float32),
+        (100, 16, torch.bfloat16),
+        (100, 64, torch.float32),
+        (100, 256, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_shipped_configurations(capability, width, dtype, monkeypatch):
+    log = launch(capability, dtype, width, monkeypatch)
+    assert_within_bounds(log, capability, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"distance": True}, {"dropout": 0.5, "causal": True}, {"weights": False}, {"causal": True}],
+    ids=["distance", "dropout and causal", "plain", "bounded"],
+)
+def test_options_compile(options, monkeypatch):
+    monkeypatch.setattr(kernels(), "BOUNDED_FROM", 0)
+    log = launch(90, torch.float16 if "dropout" in options else torch.bfloat16, 16, monkeypatch, **options)
+    assert_within_bounds(log, 90, 16)

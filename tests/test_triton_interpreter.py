@@ -1,0 +1,41 @@
+"""The Triton kernels' numbers without a GPU: test_continuum_attention_cuda.py under Triton's interpreter.
+
+The interpreter has to be chosen before triton is imported, so it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from triton_support import ROOT
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+# Two processes, so that two workers share the time.
+DISTANCE = "distance or dropout or dead or nan or strided or layouts or guard or outputs or widths"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [DISTANCE, f"not ({DISTANCE})"], ids=["first half", "second half"])
+def test_kernels_under_the_interpreter(which):
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "CONTINUUM_OPS_NO_EXT": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    run = subprocess.run(
+        [*command, "-k", which, str(ROOT / "tests/test_continuum_attention_cuda.py")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None and int(passed[1]) >= 40, run.stdout[-2000:]
