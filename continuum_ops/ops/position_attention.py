@@ -109,11 +109,12 @@ def position_attention(
         checks.check_radius(radius, value, x.shape[-2])
     if period is not None:
         period = checks.check_period(period, x.shape[-1])
-    if isinstance(query_pos, Grid) and isinstance(key_pos, Grid):
-        if grids.serves(query_pos, key_pos, given, radius=radius):
-            heads = value if value.dim() == 4 else value.unsqueeze(1)
-            options: dict[str, Any] = {"radius": radius, "period": period, "return_lse": return_lse}
-            return grids.grid_attention(query_pos, key_pos, heads, rate, given, **options)
+    two_grids = isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
+    if two_grids and grids.serves(query_pos, key_pos, given, radius=radius):
+        assert isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
+        heads = value if value.dim() == 4 else value.unsqueeze(1)
+        options: dict[str, Any] = {"radius": radius, "period": period, "return_lse": return_lse}
+        return grids.grid_attention(query_pos, key_pos, heads, rate, given, **options)
     if weights is not None:
         weights = checks.check_weights(weights, value).to(dtype)
         weights = weights if weights.dim() == 2 else weights.unsqueeze(0)
