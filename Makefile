@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
-#   make demo | test | lint | packaging | asan | bench | clean
+#   make demo | test | lint | packaging | asan | cuda | bench | clean
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
 #   PYTHON=python3.12       the interpreter that .venv is made of
 #   WORKERS=4               processes that run the tests, one thread each
@@ -15,7 +15,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint packaging asan bench clean FORCE
+.PHONY: demo test lint packaging asan cuda bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/continuum-ops demo
@@ -34,11 +34,34 @@ packaging: $(STAMP)
 asan: $(STAMP)
 	WORKERS=$(WORKERS) bash ci/sanitized_tests.sh $(BIN)/python
 
+cuda: $(STAMP)
+	$(BIN)/python ci/check_cuda.py
+
 bench: $(STAMP)
 	$(BIN)/python bench/bench_continuum_attention.py
 
+# On a machine with a GPU: installs into the environment that $(PYTHON) has, tests, measures; OUT is the folder of results.
+OUT ?= gpu_check
+.PHONY: gpu-check preflight
+gpu-check:
+	$(PYTHON) bench/gpu_check.py --out $(OUT)
+
+# The rehearsal of that without a GPU: torch 2.11.0 for CUDA, 5 GB, and Python 3.12 as PYTHON312.
+PYTHON312 ?= python3.12
+PREFLIGHT := .venv-preflight
+preflight: $(PREFLIGHT)/ready
+	$(PREFLIGHT)/bin/python -m pip --disable-pip-version-check install -q --no-build-isolation --no-deps -e .
+	OMP_NUM_THREADS=1 $(PREFLIGHT)/bin/python ci/preflight.py
+
+$(PREFLIGHT)/ready:
+	@$(PYTHON312) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12) and "Python 3.12 is needed, $(PYTHON312) is " + sys.version.split()[0] + ": make preflight PYTHON312=...")'
+	$(PYTHON312) -m venv $(PREFLIGHT) || { rm -rf $(PREFLIGHT); exit 1; }
+	@echo 'Installing torch 2.11.0 for CUDA into $(PREFLIGHT) (5 GB) ...'
+	$(PREFLIGHT)/bin/python -m pip --disable-pip-version-check install -q torch==2.11.0 numpy scipy hypothesis pytest 'setuptools>=77' wheel 'pybind11>=2.12' ninja
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info continuum_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PREFLIGHT) gpu_check build dist *.egg-info continuum_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without ensurepip (Debian: python3-venv) a venv is left half made; the next run must not take it for a whole one.

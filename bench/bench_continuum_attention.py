@@ -27,6 +27,8 @@ OP = "continuum_attention"
 BATCH, HEADS = 1, 8
 SIZES, DIMS = (1024, 4096, 16384), (16, 32, 64)
 WEIGHTS_GRAD_SIZE = 4096
+LARGE_ROUNDS = 3  # at most, for N > 4096: a call takes seconds there
+PARITY_ROWS = 512  # query rows compared with float64, and contributing to the compared gradients
 GRID_POINTS = 416 * 416
 # Largest error allowed, relative to the largest entry of the output or gradient.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -38,48 +40,74 @@ Attention = Callable[..., Any]  # (query, key, value, weights) -> out
 
 @dataclass(frozen=True)
 class Inputs:
-    """query, key, value, grad_out (B, H, N, D); weights (N,) float32, like the spacings of an uneven mesh."""
+    """query, key, value, grad_out (B, H, N, D); weights (N,) float32, like the spacings of an uneven mesh.
+
+    ``rows`` are the query rows of the parity check: outputs are compared there, and gradients for a grad_out
+    that is zero elsewhere, whose float64 values need these rows only, for every query, key and value.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     weights: Tensor
     grad_out: Tensor
+    rows: Tensor
 
     def requiring_grad(self, *, weights: bool) -> Inputs:
         q, k, v = (x.detach().requires_grad_() for x in (self.query, self.key, self.value))
         return replace(self, query=q, key=k, value=v, weights=self.weights.detach().requires_grad_(weights))
 
 
-def make_inputs(n: int, dim: int, *, heads: int = HEADS, dtype: torch.dtype = torch.float32) -> Inputs:
+def make_inputs(
+    n: int, dim: int, *, heads: int = HEADS, dtype: torch.dtype = torch.float32, rows: int = PARITY_ROWS
+) -> Inputs:
+    """Seeded inputs; every query row is a parity row where n <= rows, one of each n / rows otherwise."""
     g = torch.Generator().manual_seed(1000 * dim + n)
     q, k, v, grad_out = (torch.randn(BATCH, heads, n, dim, generator=g).to(dtype) for _ in range(4))
-    return Inputs(q, k, v, (0.5 + torch.rand(n, generator=g)) / n, grad_out)
+    weights = (0.5 + torch.rand(n, generator=g)) / n
+    count = min(n, rows)
+    starts = torch.arange(count + 1) * n // count
+    within = (torch.rand(count, generator=g) * starts.diff()).long()
+    return Inputs(q, k, v, weights, grad_out, starts[:-1] + within)
+
+
+def parity_grad_out(x: Inputs) -> Tensor:
+    """grad_out, zero outside x.rows."""
+    grad_out = torch.zeros_like(x.grad_out)
+    grad_out[..., x.rows, :] = x.grad_out[..., x.rows, :]
+    return grad_out
 
 
 def exact(x: Inputs, *, weighted: bool, chunk_bytes: int = 2**25) -> dict[str, Tensor]:
-    """out and the gradients of query, key, value, weights in float64: closed form, chunks of query rows.
+    """out at x.rows and, for parity_grad_out, the gradients of query, key, value, weights, in float64.
 
-    With p the attention matrix, g the gradient of out and delta_i = g_i . out_i:
-    dv = p^T g, ds = p (g v^T - delta), dq = scale ds k, dk = scale ds^T q, dw_k = sum_i ds_ik / w_k.
+    Closed form, in chunks of query rows. With p the attention matrix, g the gradient of out and
+    delta_i = g_i . out_i: dv = p^T g, ds = p (g v^T - delta), dq = scale ds k, dk = scale ds^T q,
+    dw_k = sum_i ds_ik / w_k.
     """
     q, k, v, g = (t.detach().double() for t in (x.query, x.key, x.value, x.grad_out))
     n, dim = q.shape[-2:]
     scale = dim**-0.5
-    log_w = x.weights.detach().double().log() if weighted else torch.zeros(n, dtype=torch.float64)
-    out, dq, dk, dv = (torch.zeros_like(t) for t in (q, q, k, v))
+    log_w = (
+        x.weights.detach().double().log()
+        if weighted
+        else torch.zeros(n, dtype=torch.float64, device=q.device)
+    )
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+    out = torch.zeros_like(v[..., x.rows, :])
     dlog_w = torch.zeros_like(log_w)
     rows = max(1, chunk_bytes // (8 * n))
     for head in range(q.shape[1]):
         key, value = k[0, head], v[0, head]
-        for i in range(0, n, rows):
-            at = (0, head, slice(i, i + rows))
-            p = torch.softmax(scale * (q[at] @ key.T) + log_w, -1)
-            out[at] = p @ value
-            dv[0, head] += p.T @ g[at]
-            ds = p * (g[at] @ value.T - (g[at] * out[at]).sum(-1, keepdim=True))
-            dq[at] = scale * (ds @ key)
-            dk[0, head] += scale * (ds.T @ q[at])
+        for i in range(0, len(x.rows), rows):
+            at = x.rows[i : i + rows]
+            query, grad = q[0, head, at], g[0, head, at]
+            p = torch.softmax(scale * (query @ key.T) + log_w, -1)
+            out[0, head, i : i + rows] = p @ value
+            dv[0, head] += p.T @ grad
+            ds = p * (grad @ value.T - (grad * out[0, head, i : i + rows]).sum(-1, keepdim=True))
+            dq[0, head, at] = scale * (ds @ key)
+            dk[0, head] += scale * (ds.T @ query)
             dlog_w += ds.sum(0)
     return {"out": out, "query": dq, "key": dk, "value": dv, "weights": dlog_w / log_w.exp()}
 
@@ -149,12 +177,18 @@ def make_run(form: str, x: Inputs, passes: str) -> Callable[[], tuple[Tensor, ..
 
 
 def make_candidate(form: str, x: Inputs, passes: str, reference: dict[str, Tensor]) -> harness.Candidate:
+    """``run`` with the whole grad_out is what is timed; parity takes x.rows and parity_grad_out."""
     names = ["out"]
     if passes != "forward":
         names += ["query", "key", "value"] + ["weights"] * x.weights.requires_grad
     run = make_run(form, x, passes)
+
+    def parity() -> tuple[Tensor, ...]:
+        out, *gradients = make_run(form, replace(x, grad_out=parity_grad_out(x)), passes)()
+        return (out[..., x.rows, :], *gradients)
+
     return harness.Candidate(
-        form, run, [reference[k] for k in names], BOUNDS[x.query.dtype], sdpa_path(form, x)
+        form, run, [reference[k] for k in names], BOUNDS[x.query.dtype], sdpa_path(form, x), parity
     )
 
 
@@ -202,7 +236,8 @@ def time_all(args: argparse.Namespace, allocator: str) -> list[dict[str, Any]]:
                     name = str(dtype).removeprefix("torch.")
                     harness.progress(f"{name}, {title}, N = {n}, d = {dim}, {allocator} memory")
                     passes = "forward" if title == "forward" else "forward + backward"
-                    timed = time_case(chosen, inputs, passes, references, args.rounds)
+                    rounds = args.rounds if n <= 4096 else min(args.rounds, LARGE_ROUNDS)
+                    timed = time_case(chosen, inputs, passes, references, rounds)
                     label = {"table": f"{title}, {name}", "passes": passes, "case": {"d": dim, "N": n}}
                     rows += [{**label, "allocator": allocator, **row} for row in timed]
     return rows
@@ -264,7 +299,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, default=2, help="threads of torch, OpenMP and BLAS (default: 2)"
     )
-    parser.add_argument("--rounds", type=int, help="clean samples per candidate (default: 7, short: 3)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"clean samples per candidate (default: 7, short: 3; N > 4096: at most {LARGE_ROUNDS})",
+    )
     parser.add_argument("--bfloat16", action="store_true", help="bfloat16 rows besides float32")
     parser.add_argument("--memory", action="store_true", help="peak memory at --memory-size points besides")
     parser.add_argument("--memory-size", type=int, default=GRID_POINTS, help=f"(default: {GRID_POINTS})")

@@ -15,7 +15,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu.record import write_json as write_json
 from torch import Tensor
 
 import continuum_ops
@@ -48,7 +48,8 @@ class ParityError(AssertionError):
 class Candidate:
     """Something to time: ``run`` returns what must agree with ``reference`` (float64) within ``bound``.
 
-    The error is max |x - ref| / max |ref| of the worst tensor.
+    The error is max |x - ref| / max |ref| of the worst tensor. ``parity``, where given, is called in place
+    of ``run`` for the comparison: the same work, returning what the reference covers (some rows of it, say).
     """
 
     name: str
@@ -56,6 +57,7 @@ class Candidate:
     reference: Sequence[Tensor]
     bound: float
     note: str = ""
+    parity: Callable[[], Sequence[Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Timing:
 
 def check_parity(candidate: Candidate) -> float:
     """Run once and return the error against float64; ParityError if it is too large or a shape is wrong."""
-    outputs = candidate.run()
+    outputs = candidate.run() if candidate.parity is None else candidate.parity()
     if len(outputs) != len(candidate.reference):
         raise ParityError(f"{candidate.name}: {len(outputs)} outputs, expected {len(candidate.reference)}")
     worst = 0.0
@@ -149,12 +151,16 @@ def time_interleaved(
     A round takes one sample of each candidate and starts one candidate later than the round before, so that
     clock drift and what a neighbour leaves in the caches fall on all alike. Rounds go on until each has
     ``rounds`` clean samples, or for ``max_rounds`` (default 2 * rounds). Nothing is timed if one fails
-    parity; the parity check is the first warm-up call, one more follows.
+    parity; the parity check is the first warm-up call, one more follows where that took under a second.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    errors = [check_parity(c) for c in candidates]
+    errors, quick = [], []
     for c in candidates:
+        start = time.perf_counter()
+        errors.append(check_parity(c))
+        quick += [c] * (time.perf_counter() - start < 1.0)
+    for c in quick:
         c.run()
     timings = [Timing() for _ in candidates]
     for r in range(2 * rounds if max_rounds is None else max_rounds):
@@ -290,20 +296,3 @@ def new_document(op: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The frame of a result file; the caller adds "rows", "ceilings" and "memory"."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"op": op, "created": created, "settings": dict(settings), "machine": describe_machine()}
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write all of it or nothing: to a temporary file beside ``path``, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as f:
-            json.dump(document, f, indent=1)
-            f.write("\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -39,6 +39,6 @@ PYTHON
 
 # The chunked path is PyTorch: nothing of it is compiled here.
 shopt -s nullglob
-tests=("$root"/tests/test_continuum_attention*.py "$root"/tests/test_philox.py)
+tests=("$root"/tests/test_{continuum,position}_attention*.py "$root"/tests/test_philox.py)
 exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "${WORKERS:-2}" --dist worksteal \
   -p no:cacheprovider -m "not slow and not gpu" -k "not chunked" "$@" "${tests[@]}"

@@ -12,7 +12,10 @@ from . import quadrature
 from .backends import backends
 from .mesh import Grid, PointCloud
 from .ops.continuum_attention import continuum_attention
+from .ops.fourier_attention import fourier_attention
+from .ops.galerkin_attention import galerkin_attention
 from .ops.position_attention import position_attention
+from .ops.quantile_radius import quantile_radius
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,10 +24,13 @@ __all__ = [
     "backends",
     "continuum_attention",
     "data",
+    "fourier_attention",
+    "galerkin_attention",
     "models",
     "nn",
     "position_attention",
     "quadrature",
+    "quantile_radius",
     "reference",
 ]
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -29,6 +30,26 @@ def extension() -> tuple[ModuleType | None, str]:
 
 
 @functools.cache
+def cuda_library() -> tuple[bool, str]:
+    """Whether the compiled CUDA kernels are loaded, which registers them, or why not.
+
+    The library is apart from the extension, so that one that does not load leaves the CPU as it is.
+    """
+    if os.environ.get("CONTINUUM_OPS_NO_EXT") == "1":
+        return False, "CONTINUUM_OPS_NO_EXT=1"
+    if torch.version.cuda is None:
+        return False, "this build of PyTorch has no CUDA"
+    path = Path(__file__).resolve().parent / "_C_cuda.so"
+    if not path.is_file():
+        return False, "the CUDA library is not built"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return False, f"the CUDA library does not load: {error}"
+    return True, ""
+
+
+@functools.cache
 def warn_without_extension() -> None:
     """Say once per process that the CPU operators run without their kernels."""
     _, reason = extension()
@@ -46,6 +67,7 @@ def triton_kernels() -> tuple[bool, str]:
     try:
         triton = importlib.import_module("triton")
         importlib.import_module("continuum_ops.kernels.continuum_attention")
+        importlib.import_module("continuum_ops.kernels.position_attention")
     except ImportError as error:
         return False, f"the Triton kernels do not load: {error}"
     return True, triton.__version__
@@ -78,4 +100,6 @@ def backends() -> dict[str, str]:
     else:
         found, detail = triton_kernels()
         cuda = f"Triton {detail}" if found else f"chunked PyTorch: {detail}"
+        loaded, reason = cuda_library()
+        cuda += "; position_attention: C++" if loaded else f"; no C++ for position_attention: {reason}"
     return {"cpu": cpu, "cuda": cuda}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -116,14 +116,21 @@ class Grid(Mesh):
                 )
             quadrature._nodes(axis, f"axes[{i}]", 1)
         self._axes = tuple(axis.to(dtype) for axis in given)
+        self._cache: dict[str, Tensor] = {}
         self._kind = _kinds(kind, len(axes))
         # Periods and weights come from the coordinates as given, before a common dtype rounds anything.
         self._period = _periods(period, self._kind, given)
         rules = _per_axis_weights(weights, len(axes))
+        recipes = list(zip(given, self._kind, self._period, rules, strict=True))
         self._axis_weights = tuple(
-            _axis_weights(i, *args).to(_at_least_float32(dtype))
-            for i, args in enumerate(zip(given, self._kind, self._period, rules, strict=True))
+            _axis_weights(i, *recipe).to(_at_least_float32(dtype)) for i, recipe in enumerate(recipes)
         )
+        # Weights of axes that receive gradients are computed at each use: a backward pass frees their graph.
+        self._recipes = {
+            i: recipe
+            for i, recipe in enumerate(recipes)
+            if recipe[0].requires_grad and (recipe[-1] is None or callable(recipe[-1]))
+        }
 
     @classmethod
     def uniform(
@@ -185,7 +192,12 @@ class Grid(Mesh):
     @property
     def axis_weights(self) -> tuple[Tensor, ...]:
         """d tensors (n_i,) of weights; the weights of the grid are their outer product."""
-        return self._axis_weights
+        if not self._recipes:
+            return self._axis_weights
+        return tuple(
+            _axis_weights(i, *self._recipes[i]).to(w.dtype) if i in self._recipes else w
+            for i, w in enumerate(self._axis_weights)
+        )
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -202,15 +214,26 @@ class Grid(Mesh):
         """Number of points of each axis."""
         return tuple(axis.numel() for axis in self._axes)
 
-    @cached_property
+    @property
     def points(self) -> Tensor:
         """(N, d) coordinates in C order, the last axis fastest: ``points.view(*shape, d)``."""
-        return torch.stack(torch.meshgrid(*self._axes, indexing="ij"), dim=-1).flatten(0, -2)
+        return self._kept("points", self._axes, _outer_points)
 
-    @cached_property
+    @property
     def weights(self) -> Tensor:
         """(N,) weights in the order of the points."""
-        return reduce(lambda w, axis: (w[:, None] * axis).flatten(), self._axis_weights)
+        return self._kept("weights", self.axis_weights, _outer_weights)
+
+    def _kept(
+        self, name: str, axes: tuple[Tensor, ...], make: Callable[[tuple[Tensor, ...]], Tensor]
+    ) -> Tensor:
+        """Computed once, unless it is part of a graph, which the first backward pass frees."""
+        if name in self._cache:
+            return self._cache[name]
+        value = make(axes)
+        if not any(axis.requires_grad for axis in (*self._axes, *axes)):
+            self._cache[name] = value
+        return value
 
     @property
     def ndim(self) -> int:
@@ -218,7 +241,7 @@ class Grid(Mesh):
 
     @property
     def volume(self) -> Tensor:
-        return torch.stack([w.sum() for w in self._axis_weights]).prod()
+        return torch.stack([w.sum() for w in self.axis_weights]).prod()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -238,7 +261,7 @@ class Grid(Mesh):
         """
         _require_float_dtype(dtype)
         axes = [axis.to(device=device, dtype=dtype) for axis in self._axes]
-        weights = [w.to(device=device, dtype=_weights_dtype(w, dtype)) for w in self._axis_weights]
+        weights = [w.to(device=device, dtype=_weights_dtype(w, dtype)) for w in self.axis_weights]
         return Grid(*axes, kind=self._kind, weights=weights, period=self._period)
 
     def __len__(self) -> int:
@@ -246,6 +269,14 @@ class Grid(Mesh):
 
     def __repr__(self) -> str:
         return f"Grid(shape={self.shape}, kind={self._kind}, dtype={self.dtype}, device={self.device})"
+
+
+def _outer_points(axes: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
+
+
+def _outer_weights(axes: tuple[Tensor, ...]) -> Tensor:
+    return reduce(lambda w, axis: (w[:, None] * axis).flatten(), axes)
 
 
 class PointCloud(Mesh):

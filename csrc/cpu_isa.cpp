@@ -6,22 +6,32 @@
 namespace continuum_ops {
 namespace {
 
-std::vector<const ContinuumAttentionKernels*> available() {
-  std::vector<const ContinuumAttentionKernels*> found;
+struct Kernels {
+  const ContinuumAttentionKernels* continuum;
+  const PositionAttentionKernels* position;
+};
+
+#define CO_KERNELS(isa) {&isa::continuum_attention, &isa::position_attention}
+
+const std::vector<Kernels>& available() {
+  static const std::vector<Kernels> kernels = [] {
+    std::vector<Kernels> found;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl")) {
-    found.push_back(&avx512::continuum_attention);
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::continuum_attention);
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl")) {
+      found.push_back(CO_KERNELS(avx512));
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(CO_KERNELS(avx2));
 #endif
-  found.push_back(&generic::continuum_attention);
-  return found;
+    found.push_back(CO_KERNELS(generic));
+    return found;
+  }();
+  return kernels;
 }
 
-std::atomic<const ContinuumAttentionKernels*>& current() {
-  static std::atomic<const ContinuumAttentionKernels*> kernels{available().front()};
+std::atomic<const Kernels*>& current() {
+  static std::atomic<const Kernels*> kernels{&available().front()};
   return kernels;
 }
 
@@ -29,24 +39,25 @@ std::atomic<const ContinuumAttentionKernels*>& current() {
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-  for (const auto* k : available()) names.emplace_back(k->isa);
+  for (const Kernels& k : available()) names.emplace_back(k.continuum->isa);
   return names;
 }
 
-std::string current_isa() { return current().load()->isa; }
+std::string current_isa() { return current().load()->continuum->isa; }
 
 void set_isa(const std::string& name) {
   std::string known;
-  for (const auto* k : available()) {
-    if (name == k->isa) {
-      current() = k;
+  for (const Kernels& k : available()) {
+    if (name == k.continuum->isa) {
+      current() = &k;
       return;
     }
-    known += (known.empty() ? "" : ", ") + std::string(k->isa);
+    known += (known.empty() ? "" : ", ") + std::string(k.continuum->isa);
   }
   throw std::invalid_argument("name must be one of " + known + " on this machine, got " + name);
 }
 
-const ContinuumAttentionKernels& continuum_attention_kernels() { return *current().load(); }
+const ContinuumAttentionKernels& continuum_attention_kernels() { return *current().load()->continuum; }
+const PositionAttentionKernels& position_attention_kernels() { return *current().load()->position; }
 
 }  // namespace continuum_ops

@@ -255,6 +255,6 @@ CO_INLINE double fma(double a, double b, double c) {
 #endif
 }
 
-template <class T> CO_INLINE T smaller(T a, T b) { return a < b ? a : b; }
+template <class T> CO_INLINE constexpr T smaller(T a, T b) { return a < b ? a : b; }
 
 }  // namespace continuum_ops::CO_ISA

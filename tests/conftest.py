@@ -3,8 +3,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from helpers import Path, attention_module, chunked_module
 from hypothesis import settings
+from position_helpers import position_chunked, position_module
 
 # torch.compile's cache on disk outlives a changed operator schema: compiled tests must compile.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
@@ -31,4 +33,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pat
     if request.param == "chunked":
         monkeypatch.setattr(attention_module, "_kernel_serves", lambda *_: False)
         monkeypatch.setattr(chunked_module, "CHUNK_SCORES", 2**14)
+        monkeypatch.setattr(position_module, "_attend", torch.ops.continuum_ops.position_attention_chunked)
+        monkeypatch.setattr(position_chunked, "CHUNK_SCORES", 2**14)
     return Path(request.param)

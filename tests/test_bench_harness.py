@@ -219,15 +219,47 @@ def test_ratio_and_ceiling_follow_from_times():
     assert rows[0]["ceiling_fraction"] == pytest.approx(0.6)
 
 
+@pytest.mark.parametrize("rows", [7, 37])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_closed_form_of_the_parity_check_agrees_with_autograd(weighted):
-    x = script.make_inputs(37, 5, heads=2, dtype=torch.float64).requiring_grad(weights=weighted)
+def test_closed_form_of_the_parity_check_agrees_with_autograd(weighted, rows):
+    x = script.make_inputs(37, 5, heads=2, dtype=torch.float64, rows=rows).requiring_grad(weights=weighted)
     out = script.dense(x.query, x.key, x.value, x.weights.double() if weighted else None)
     wanted = [x.query, x.key, x.value] + [x.weights] * weighted
-    grads = torch.autograd.grad(out, wanted, x.grad_out)
-    exact = script.exact(x, weighted=weighted, chunk_bytes=10 * 37 * 8)
-    for name, value in zip(("out", "query", "key", "value", "weights"), (out, *grads), strict=False):
+    unsampled = torch.ones(37, dtype=torch.bool).index_fill_(0, x.rows, False)
+    grads = torch.autograd.grad(out, wanted, x.grad_out.masked_fill(unsampled[:, None], 0.0))
+    exact = script.exact(x, weighted=weighted, chunk_bytes=3 * 37 * 8)
+    found = (out[..., x.rows, :], *grads)
+    for name, value in zip(("out", "query", "key", "value", "weights"), found, strict=False):
         torch.testing.assert_close(value.double(), exact[name], rtol=1e-6, atol=1e-12)
+
+
+def test_parity_rows_are_all_or_one_of_each_stretch():
+    assert script.make_inputs(5, 2, heads=1, rows=5).rows.tolist() == [0, 1, 2, 3, 4]
+    rows = script.make_inputs(1003, 2, heads=1, rows=10).rows
+    assert [int(r) * 10 // 1003 for r in rows] == list(range(10))
+
+
+@pytest.mark.parametrize("name", ["out", "query", "key", "value"])
+def test_an_error_outside_the_parity_rows_of_a_gradient_is_seen(name):
+    x = script.make_inputs(65, 16, heads=1, rows=4).requiring_grad(weights=False)
+    exact = script.exact(x, weighted=True)
+    right = script.make_candidate(script.OP, x, "forward + backward", exact)
+    assert harness.check_parity(right) < 1e-5
+    row = 0 if name == "out" else next(i for i in range(65) if i not in x.rows)
+    exact[name][0, 0, row] += 0.01
+    with pytest.raises(harness.ParityError, match="is off from float64"):
+        harness.check_parity(script.make_candidate(script.OP, x, "forward + backward", exact))
+
+
+def test_parity_may_call_something_else_than_what_is_timed():
+    seen = []
+    parity = candidate("parity", log=seen).run
+    timed = candidate("timed", log=seen)
+    rows = harness.time_interleaved(
+        [harness.Candidate("x", timed.run, [ONES], 1e-6, parity=parity)], rounds=1, sample=clean
+    )
+    assert seen == ["parity", "timed", "timed"]
+    assert rows[0]["error"] == 0.0
 
 
 @pytest.mark.parametrize("passes", list(script.COST))

@@ -202,7 +202,7 @@ def test_positions_of_a_shared_mesh_get_the_sum_of_both_gradients(path):
 # --- edges ---------------------------------------------------------------------------------------
 
 
-def test_rate_may_be_a_number():
+def test_rate_may_be_a_number(path):
     q, k, v = qkv((3,), 4, 5, 2, 2)
     x, y = draw((4, 2), seed=5), draw((5, 2), seed=6)
     one = co.continuum_attention(q, k, v, query_pos=x, key_pos=y, rate=1.5)
@@ -211,7 +211,7 @@ def test_rate_may_be_a_number():
     )
 
 
-def test_radius_zero_and_the_rim():
+def test_radius_zero_and_the_rim(path):
     """Radius 0 keeps the coincident key only; a key at the radius itself counts; no key: 0 and -inf."""
     x = torch.tensor([[0.0], [0.3], [5.0]])
     y = torch.tensor([[0.0], [0.1], [0.4]])
@@ -265,7 +265,7 @@ def test_distances_far_from_the_origin(path):
     assert grads[1][1].item() == 0.0 and all(bool(g.isfinite().all()) for g in grads)
 
 
-def test_large_rate_has_finite_gradients():
+def test_large_rate_has_finite_gradients(path):
     x = draw((20, 2), seed=5).requires_grad_()
     rate = torch.tensor(1e5, requires_grad=True)
     out = co.continuum_attention(*qkv((), 20, 20, 4, 4), query_pos=x, key_pos=x, rate=rate)
@@ -314,7 +314,7 @@ def test_rate_of_1e5(path, dtype):
 
 
 def test_rate_of_1e5_among_many_keys(path):
-    """Scores of -1000 round by 6e-5 in float32, ours and plain: the worst of six draws, at most twice plain."""
+    """Scores of -1000 round by 6e-5 in float32, ours and plain: the worst of six draws of both."""
     worst: dict[str, float] = {}
     plain_worst: dict[str, float] = {}
     grads = draw((2, 30, 4), seed=21), draw((2, 30), seed=22)

@@ -85,6 +85,7 @@ def test_wrong_types(changes, message):
         ({"dropout_p": -0.1}, r"dropout_p must be in \[0, 1\], got -0.1"),
         ({"dropout_p": math.nan}, r"dropout_p must be in \[0, 1\], got nan"),
         ({"scale": math.inf}, "scale must be finite, got inf"),
+        ({"scale": -3e38}, "scale must be at most 1e.38 in magnitude for torch.float32 queries, got -3e.38"),
         ({**POSITIONS, "query_pos": ones(6, 2)}, r"query_pos must have shape .* N = 5, got \(6, 2\)"),
         ({**POSITIONS, "key_pos": ones(7)}, r"key_pos must have shape .* M = 7, got \(7,\)"),
         (

@@ -16,7 +16,7 @@ import torch
 
 import continuum_ops as co
 from continuum_ops.data import uneven_times
-from continuum_ops.demo import Settings, experiment, large_grid, lorenz, plots, report, run
+from continuum_ops.demo import Settings, darcy, experiment, large_grid, lorenz, report, run
 from continuum_ops.demo.machine import PeakMemory
 
 QUICK = Settings.quick(seed=3, threads=1)
@@ -25,7 +25,7 @@ QUICK = Settings.quick(seed=3, threads=1)
 class Run:
     def __init__(self, out: Path) -> None:
         self.out, self.said = out, []
-        self.uneven: plots.Uneven | None = None
+        self.pictures: experiment.Pictures | None = None
         self.result = run(QUICK, out, self.said.append)
 
 
@@ -36,7 +36,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
         measure = experiment.measure
         patch.setattr(experiment, "measure", lambda s: measured.append(measure(s)) or measured[0])
         done = Run(tmp_path_factory.mktemp("demo") / "a" / "b")
-        done.uneven = measured[0][1]
+        done.pictures = measured[0][1]
     return done
 
 
@@ -46,13 +46,14 @@ def trapezoid(times: np.ndarray) -> np.ndarray:
 
 
 def test_the_files(quick: Run) -> None:
-    assert sorted(os.listdir(quick.out)) == ["demo.json", "resolution.png", "trajectories.png"]
-    for name in ("resolution.png", "trajectories.png"):
+    pictures = ["darcy.png", "resolution.png", "trajectories.png"]
+    assert sorted(os.listdir(quick.out)) == sorted(["demo.json", *pictures])
+    for name in pictures:
         content = (quick.out / name).read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         assert content.endswith(b"IEND\xaeB`\x82")
         width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
-        assert width >= 1000 and height >= 600
+        assert width >= 1000 and height >= 400
     assert json.loads((quick.out / "demo.json").read_text()) == json.loads(json.dumps(quick.result))
 
 
@@ -64,10 +65,11 @@ def test_the_json_says_what_was_run_and_where(quick: Run) -> None:
         "training",
         "meshes",
         "uneven_equal_over_trapezoid",
+        "darcy",
         "large_grid",
         "seconds",
     }
-    assert result["settings"] == asdict(QUICK)
+    assert result["settings"] == json.loads(json.dumps(asdict(QUICK)))
     assert result["machine"]["torch"] == torch.__version__
     assert result["machine"]["backends"] == co.backends()
     assert result["machine"]["cpu"] and result["machine"]["cores"] >= 1
@@ -93,7 +95,7 @@ def test_every_mesh_with_and_without_weights(quick: Run) -> None:
 
 
 def test_the_uneven_errors_against_numpy(quick: Run) -> None:
-    shown = quick.uneven
+    shown = quick.pictures.uneven
     times = uneven_times(20).numpy()
     np.testing.assert_array_equal(shown.times.numpy(), times)
     fresh = co.data.lorenz63(32, times, seed=2 * QUICK.seed + 1)
@@ -120,7 +122,37 @@ def test_the_table(quick: Run) -> None:
     (line,) = (text for text in lines if text.startswith("32 x 32 "))
     assert "1,024" in line and line.endswith("4.2 MB")
     assert max(map(len, lines)) <= 100
-    assert quick.said[-1] == f"wrote {quick.out / 'trajectories.png'}"
+    assert any(line.startswith("A quick run:") and "mean nothing" in line for line in lines)
+    assert quick.said[-1] == f"wrote {quick.out / 'darcy.png'}"
+
+
+def test_darcy_on_every_grid(quick: Run) -> None:
+    result, settings = quick.result["darcy"], QUICK.darcy
+    assert [row["resolution"] for row in result["grids"]] == [11, 21, 41]
+    assert [row["points"] for row in result["grids"]] == [121, 441, 1681]
+    # lift 3 d + d; A_in, A and A_out d^2 + 2 each; a block 3 (d^2 + d); projection d^2 + 2 d + 1.
+    d = settings.width
+    assert result["training"]["parameters"] == 4 * d + 3 * (d**2 + 2) + 3 * (d**2 + d) + d**2 + 2 * d + 1
+    assert [h["step"] for h in result["training"]["history"]] == [10, 20]
+    for row in result["grids"]:
+        assert 0 < row["median"] <= row["worst"] < 2 and 0 < row["mean"] <= row["worst"]
+    (table,) = (text for text in quick.said if "N x N" in text)
+    assert "11 x 11 (training)" in table and f"{100 * result['grids'][-1]['mean']:.2f} %" in table
+
+
+def test_the_darcy_errors_against_numpy(quick: Run) -> None:
+    """The shown sample is one of the test set, its error and the largest over the set are as said."""
+    shown, settings = quick.pictures.field, QUICK.darcy
+    fresh = co.data.darcy(settings.test_samples, 41, seed=2 * QUICK.seed + 1, constant_mode=False)
+    candidates = fresh.solution.view(-1, 41, 41)
+    (index,) = (i for i, u in enumerate(candidates) if torch.equal(u, shown.solution))
+    assert torch.equal(fresh.coefficient[index].view(41, 41), shown.coefficient)
+    w = np.outer(trapezoid(np.linspace(0, 1, 41)), trapezoid(np.linspace(0, 1, 41)))
+    u, p = shown.solution.double().numpy(), shown.prediction.double().numpy()
+    error = np.sqrt((w * (p - u) ** 2).sum() / (w * u**2).sum())
+    assert shown.error == pytest.approx(error, rel=1e-4)
+    assert quick.result["darcy"]["grids"][-1]["median"] == pytest.approx(error, rel=1e-4)
+    assert (p[[0, -1]] == 0).all() and (p[:, [0, -1]] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +180,22 @@ def test_the_same_seed_trains_the_same_model() -> None:
     def weights(seed: int) -> torch.Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.rand(seed + 1)  # whatever was drawn before
-            model = lorenz.train(replace(QUICK, seed=seed, steps=6)).model
+            model = lorenz.train(replace(QUICK, seed=seed, steps=10)).model
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    first = weights(0)
+    assert torch.equal(first, weights(0))
+    assert not torch.equal(first, weights(1))
+
+
+def test_the_same_seed_trains_the_same_pit() -> None:
+    settings = replace(QUICK.darcy, steps=20)
+    data = darcy.training_data(settings, 0)
+
+    def weights(seed: int) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.rand(seed + 1)
+            model = darcy.train(data, settings, seed).model
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     first = weights(0)

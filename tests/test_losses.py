@@ -1,4 +1,4 @@
-"""Relative L2 against closed forms and float64 sums."""
+"""Relative L2 and the H1 seminorm against closed forms and float64 sums."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import continuum_ops as co
-from continuum_ops.training import relative_l2
+from continuum_ops.training import h1_seminorm, relative_l2, relative_l2_h1
 
 
 def test_simpson_integrates_the_squares_of_linear_functions_exactly() -> None:
@@ -106,3 +107,80 @@ GOOD = torch.ones(2, 3, 1)
 def test_errors(args: tuple, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         relative_l2(*args)
+
+
+# --- the H1 seminorm -----------------------------------------------------------------------------
+
+
+def field(grid: co.Grid) -> Tensor:
+    """sin 2 pi x times a factor of period 1 in the other coordinates, (1, N, 1)."""
+    x = grid.points
+    f = torch.sin(2 * math.pi * x[:, :1])
+    for j in range(1, x.shape[1]):
+        f = f * torch.cos(2 * math.pi * x[:, j : j + 1])
+    return f[None]
+
+
+@pytest.mark.parametrize("kind", ["periodic", "endpoint", "cell"])
+@pytest.mark.parametrize("n", [64, 128, 256, 416])
+def test_h1_seminorm_converges_to_its_limit(kind: str, n: int) -> None:
+    """CASES 29: |grad sin 2 pi x| on (0, 1) is 2 pi / sqrt(2) at every resolution."""
+    grid = co.Grid.uniform(n, kind=kind)
+    error = abs(h1_seminorm(field(grid), grid).item() * math.sqrt(2) / (2 * math.pi) - 1)
+    assert error < 0.05 * (64 / n) ** 2
+
+
+def test_h1_seminorm_in_two_dimensions_with_coefficient() -> None:
+    grid = co.Grid.uniform((96, 128), kind=("endpoint", "periodic"))
+    a = 2.0 + torch.sin(2 * math.pi * grid.points[:, 1])
+    # Mean of a^2 cos^2 Y = 4/2 + 1/8, of a^2 sin^2 Y = 4/2 + 3/8; of cos^2 X, sin^2 X: 1/2.
+    true = 2 * math.pi * math.sqrt((2 + 1 / 8) / 2 + (2 + 3 / 8) / 2)
+    for shape in ((96 * 128,), (1, 96 * 128), (1, 96 * 128, 1)):
+        assert h1_seminorm(field(grid), grid, a.view(shape)).item() == pytest.approx(true, rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["periodic", "endpoint"])
+def test_differences_are_exact_for_parabolas_on_uneven_axes(kind: str) -> None:
+    x = torch.tensor([0.0, 0.1, 0.15, 0.4, 0.9], dtype=torch.float64)
+    if kind == "endpoint":
+        grid = co.Grid(x)
+        f, slope = 3 * x**2 - x, 6 * x - 1
+        true = (grid.weights * slope**2).sum().sqrt()
+    else:  # a constant: its differences vanish across the period too
+        grid, f, true = co.Grid(x, kind="periodic", period=1.0), torch.full_like(x, 2.0), torch.tensor(0.0)
+    assert h1_seminorm(f[None, :, None], grid).item() == pytest.approx(true.item(), abs=1e-13)
+
+
+def test_relative_l2_h1_is_the_sum_of_both_parts() -> None:
+    grid = co.Grid.uniform(50, kind="periodic")
+    pred, target = torch.randn(2, 3, 50, 2, dtype=torch.float64)
+    gamma, norm = 0.1 / 50, (target.square().sum((1, 2)) / 50).sqrt()
+    parts = (
+        relative_l2(pred, target, grid.weights) ** 2 + gamma * (h1_seminorm(pred - target, grid) / norm) ** 2
+    )
+    torch.testing.assert_close(relative_l2_h1(pred, target, grid, gamma), parts.sqrt(), rtol=1e-12, atol=0)
+    assert torch.equal(relative_l2_h1(pred, target, grid, 0.0), relative_l2(pred, target, grid.weights))
+    same = target.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(relative_l2_h1(same, target, grid, gamma).sum(), same)
+    assert not gradient.any()
+
+
+def test_h1_gradient() -> None:
+    grid = co.Grid.uniform((4, 5))
+    f = torch.randn(2, 20, 1, dtype=torch.float64, requires_grad=True)
+    a = torch.rand(2, 20, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda f, a: h1_seminorm(f, grid, a), (f, a))
+
+
+def test_h1_errors() -> None:
+    grid, f = co.Grid.uniform(6), torch.ones(2, 6, 1)
+    with pytest.raises(TypeError, match="grid must be a Grid, was Tensor"):
+        h1_seminorm(f, torch.ones(6))
+    with pytest.raises(ValueError, match=r"f must have shape \(B, 6, C\) for this grid, was \(2, 5, 1\)"):
+        h1_seminorm(f[:, :5], grid)
+    with pytest.raises(ValueError, match=r"grid must have at least 3 points per axis, was \(2, 3\)"):
+        h1_seminorm(f, co.Grid.uniform((2, 3)))
+    with pytest.raises(ValueError, match=r"coefficient must have shape .*, was \(3,\)"):
+        h1_seminorm(f, grid, torch.ones(3))
+    with pytest.raises(ValueError, match=r"gamma must be >= 0, was -1"):
+        relative_l2_h1(f, f, grid, -1.0)

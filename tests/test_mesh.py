@@ -387,3 +387,21 @@ def test_bounds_of_one_axis_and_bounds_that_are_none():
         co.Grid.uniform(8, 8)
     with pytest.raises(ValueError, match=r"bounds must be \(lo, hi\) for each axis, got \(1, 2, 3\)"):
         co.Grid.uniform((4, 4, 4), (1, 2, 3))
+
+
+def test_a_grid_of_differentiable_axes_has_a_graph_for_each_use():
+    x = torch.linspace(0, 1, 5, dtype=torch.float64).requires_grad_()
+    grid = co.Grid(x, torch.linspace(0, 1, 4, dtype=torch.float64))
+    with torch.no_grad():
+        assert not grid.points.requires_grad and not grid.weights.requires_grad
+    for _ in range(2):
+        (grad,) = torch.autograd.grad((grid.weights * grid.points[:, 0] ** 2).sum(), x)
+        # f = x^2: d/dx_i of sum_i w_i x_i^2 with w_i = (x_{i+1} - x_{i-1}) / 2, at a step of 1/4.
+        y = x.detach()
+        inner = y[1:-1] * (y[2:] - y[:-2]) + 0.5 * (y[:-2] ** 2 - y[2:] ** 2)
+        torch.testing.assert_close(grad[1:-1], inner, rtol=0, atol=1e-14)
+
+
+def test_a_grid_computes_its_points_once():
+    grid = co.Grid.uniform((4, 3))
+    assert grid.points is grid.points and grid.weights is grid.weights

@@ -105,3 +105,57 @@ def test_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert "continuum_ops: the extension did not compile" in process.stderr
     assert not list((tmp_path / "continuum_ops").glob("*.so"))
+
+
+@pytest.fixture
+def cpu_or_cuda(build: ModuleType, site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The build with a torch of its own, and no CUDA toolkit."""
+    (site_packages / "torch").mkdir()
+    monkeypatch.setattr(build, "cuda_home", lambda: None)
+    monkeypatch.setattr(build, "CUDA", "auto")
+    monkeypatch.setattr(build, "SANITIZE", False)
+    return build
+
+
+def torch_version(site_packages: Path, cuda: str) -> None:
+    text = f"__version__ = '2.11.0'\ncuda: Optional[str] = {cuda}\n"
+    (site_packages / "torch/version.py").write_text(text)
+
+
+def test_cpu_torch_builds_no_cuda_library_and_says_nothing(
+    cpu_or_cuda: ModuleType, site_packages: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch_version(site_packages, "None")
+    assert not cpu_or_cuda.cuda_wanted()
+    assert capsys.readouterr().err == ""
+
+
+def test_cuda_torch_without_nvcc_warns(
+    cpu_or_cuda: ModuleType, site_packages: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    torch_version(site_packages, "'13.0'")
+    assert not cpu_or_cuda.cuda_wanted()
+    assert "WARNING: torch is a CUDA build, but no CUDA toolkit" in capsys.readouterr().err
+    cpu_or_cuda.cuda_home = lambda: tmp_path  # type: ignore[attr-defined]
+    assert cpu_or_cuda.cuda_wanted()
+
+
+def test_cuda_on_request(cpu_or_cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_or_cuda, "CUDA", "1")
+    with pytest.raises(SystemExit, match=r"CONTINUUM_OPS_CUDA=1, but no CUDA toolkit"):
+        cpu_or_cuda.cuda_wanted()
+    monkeypatch.setattr(cpu_or_cuda, "CUDA", "0")
+    assert not cpu_or_cuda.cuda_wanted()
+    monkeypatch.setattr(cpu_or_cuda, "CUDA", "yes")
+    with pytest.raises(SystemExit, match="CONTINUUM_OPS_CUDA must be 0 or 1, got yes"):
+        cpu_or_cuda.cuda_wanted()
+
+
+def test_architectures(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert build.architectures() == [("80", False), ("90", False), ("100", True)]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6 9.0a+PTX;12.0")
+    assert build.architectures() == [("86", False), ("90a", True), ("120", False)]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST must be like .* got 'Hopper'"):
+        build.architectures()

@@ -202,3 +202,12 @@ def test_encoder_refuses_a_stock_layer():
         TypeError, match=r"encoder_layer must be a continuum_ops\.nn\.TransformerEncoderLayer, got torch"
     ):
         co.nn.TransformerEncoder(stock, 2)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_key_padding_mask_of_plus_infinity(bad):
+    layer = co.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    x, mask = torch.randn(2, 5, 8), torch.zeros(2, 5)
+    mask[1, 3] = bad
+    with pytest.raises(ValueError, match="key_padding_mask must be finite or -inf, got inf or NaN"):
+        layer(x, src_key_padding_mask=mask)

@@ -1,4 +1,4 @@
-"""The demonstration behind ``continuum-ops demo``: a TNO on Lorenz-63, and attention on 173,056 points."""
+"""What ``continuum-ops demo`` runs: a TNO on Lorenz-63, a PiT on Darcy flow, attention on 173,056 points."""
 
 from .experiment import run
 from .settings import Settings

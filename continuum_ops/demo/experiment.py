@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..data import lorenz63
-from . import large_grid, lorenz, plots, report
+from ..training import Fitted
+from . import darcy, large_grid, lorenz, plots, report
 from .machine import machine
 from .settings import Settings
 
@@ -22,7 +23,7 @@ EXTRAS = ("scipy", "tqdm", "matplotlib")
 
 
 def run(settings: Settings, out: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Train, test on other meshes, run the large grid; print a table; write demo.json and two plots to `out`.
+    """Train two models, test them on other meshes, run the large grid; print tables, write files to `out`.
 
     Returns what demo.json holds. The directory is made before the work starts and the files are written after
     it, each whole or not at all.
@@ -38,19 +39,28 @@ def run(settings: Settings, out: Path, say: Callable[[str], None] = print) -> di
         except ImportError as error:
             raise ImportError(f'the demo needs {name}: pip install "continuum_ops[train]"') from error
     out.mkdir(parents=True, exist_ok=True)
-    result, uneven = measure(settings)
+    result, pictures = measure(settings)
     say(report.text(result))
     for path in (
         report.write_json(out / "demo.json", result),
         plots.write_resolution(out / "resolution.png", result["meshes"]),
-        plots.write_trajectories(out / "trajectories.png", uneven),
+        plots.write_trajectories(out / "trajectories.png", pictures.uneven),
+        plots.write_darcy(out / "darcy.png", pictures.field, pictures.grids),
     ):
         say(f"wrote {path}")
     return result
 
 
-def measure(settings: Settings) -> tuple[dict[str, Any], plots.Uneven]:
-    """Everything that `run` reports, and the test on the uneven mesh for its plot."""
+class Pictures(NamedTuple):
+    """What the plots show besides the numbers: the uneven mesh, one Darcy sample, errors by grid."""
+
+    uneven: plots.Uneven
+    field: darcy.Field
+    grids: list[dict[str, Any]]
+
+
+def measure(settings: Settings) -> tuple[dict[str, Any], Pictures]:
+    """Everything that `run` reports, and what its plots need besides."""
     start = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
@@ -58,6 +68,12 @@ def measure(settings: Settings) -> tuple[dict[str, Any], plots.Uneven]:
         with torch.random.fork_rng(devices=[]):
             trained = lorenz.train(settings)
         rows, uneven = _test(trained.model, settings)
+        with torch.random.fork_rng(devices=[]):
+            data = darcy.training_data(settings.darcy, settings.seed)
+            pit = darcy.train(data, settings.darcy, settings.seed)
+        grids, sample = darcy.test(
+            pit.model, darcy.test_data(settings.darcy, settings.seed), "mesh", settings.darcy
+        )
         grid = large_grid.measure_in_child(settings)
     finally:
         torch.set_num_threads(threads)
@@ -69,18 +85,18 @@ def measure(settings: Settings) -> tuple[dict[str, Any], plots.Uneven]:
     result = {
         "settings": asdict(settings),
         "machine": machine(),
-        "training": {
-            "parameters": trained.parameters,
-            "seconds": trained.seconds,
-            "cpu_seconds": trained.cpu_seconds,
-            "history": trained.history,
-        },
+        "training": _training(trained.parameters, trained.fitted),
         "meshes": rows,
         "uneven_equal_over_trapezoid": equal / mesh,
+        "darcy": {"training": _training(pit.parameters, pit.fitted), "grids": grids},
         "large_grid": grid,
         "seconds": time.perf_counter() - start,
     }
-    return result, uneven
+    return result, Pictures(uneven, sample, grids)
+
+
+def _training(parameters: int, fitted: Fitted) -> dict[str, Any]:
+    return {"parameters": parameters, **fitted._asdict()}
 
 
 def _test(model: lorenz.ScaledTNO, settings: Settings) -> tuple[list[dict[str, Any]], plots.Uneven]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from typing import Any, Literal, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ..data import Trajectories, lorenz63, uneven_times, uniform_times
 from ..mesh import Grid
 from ..models import TNO, preset
-from ..training import relative_l2
+from ..training import Fitted, fit, relative_l2
 from .machine import PeakMemory
 from .settings import Settings
 
@@ -23,9 +22,7 @@ Weights = Literal["mesh", "equal"]
 class Trained(NamedTuple):
     model: ScaledTNO
     parameters: int
-    seconds: float
-    cpu_seconds: float
-    history: list[dict[str, float]]
+    fitted: Fitted
 
 
 class MeshCase(NamedTuple):
@@ -116,42 +113,28 @@ def train(settings: Settings) -> Trained:
     )
     assert isinstance(network, TNO)
     model = ScaledTNO(network, torch.stack([u.square().mean().sqrt(), target.square().mean().sqrt()]))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=settings.warm_up
-    )
 
-    start, cpu_start = time.perf_counter(), time.process_time()
-    history: list[dict[str, float]] = []
-    order, validation = torch.empty(0, dtype=torch.int64), math.nan
+    def loss(rows: Tensor) -> Tensor:
+        return relative_l2(model(u[rows], mesh), target[rows], mesh.weights).mean()
+
+    def validate() -> float:
+        return evaluate(model, held_out, mesh, "mesh", settings).error.median().item()
+
     with progress_bar(settings.steps, "training", "step") as bar:
-        for step in range(1, settings.steps + 1):
-            if len(order) < settings.batch_size:
-                order = torch.randperm(n)
-            rows, order = order[: settings.batch_size], order[settings.batch_size :]
-            loss = relative_l2(model(u[rows], mesh), target[rows], mesh.weights).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            value = loss.item()
-            if not math.isfinite(value):
-                raise RuntimeError(f"the training loss is {value} at step {step}")
-            if step % settings.validate_every == 0 or step == settings.steps:
-                validation = evaluate(model, held_out, mesh, "mesh", settings).error.median().item()
-                history.append({"step": step, "loss": value, "validation": validation})
-            bar.set_postfix_str(f"loss {value:.4f}, validation {validation:.2%}", refresh=False)
-            bar.update()
-    return Trained(
-        model,
-        sum(p.numel() for p in model.parameters()),
-        time.perf_counter() - start,
-        time.process_time() - cpu_start,
-        history,
-    )
+        fitted = fit(
+            model.parameters(),
+            loss,
+            n,
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            warm_up=settings.warm_up,
+            validate=validate,
+            validate_every=settings.validate_every,
+            bar=bar,
+        )
+    return Trained(model, sum(p.numel() for p in model.parameters()), fitted)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..training import atomic_write
+from .darcy import Field
 from .lorenz import Evaluation
 
 # Colour-blind safe; both plots use the same two for the two kinds of weights.
@@ -99,6 +100,43 @@ def write_resolution(path: Path, rows: list[dict[str, Any]]) -> Path:
     axis.set_title("One model, trained on one mesh, on four meshes (Lorenz-63)")
     axis.legend(ncols=2, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     axis.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path)
+
+
+def write_darcy(path: Path, field: Field, rows: list[dict[str, Any]]) -> Path:
+    """A test sample on the finest grid, and the errors on all grids."""
+    figure = _figure(figsize=(13, 3.4))
+    axes = figure.subplots(1, 5, width_ratios=(1, 1, 1, 1, 1.25))
+    top = field.solution.max().item()
+    finest = rows[-1]["resolution"]
+    error = 100 * (field.prediction - field.solution).abs() / top
+    pictures: tuple[tuple[str, Tensor, dict[str, Any]], ...] = (
+        ("coefficient a", field.coefficient, {"cmap": "cividis"}),
+        ("solution u", field.solution, {"vmin": 0, "vmax": top}),
+        ("prediction", field.prediction, {"vmin": 0, "vmax": top}),
+        ("error in % of max u", error, {"cmap": "magma", "vmin": 0}),
+    )
+    for axis, (title, values, style) in zip(axes, pictures, strict=False):
+        image = axis.imshow(values.T, origin="lower", extent=(0, 1, 0, 1), **style)
+        figure.colorbar(image, ax=axis, shrink=0.7)
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks([0, 1])
+        axis.set_yticks([0, 1])
+    last = axes[-1]
+    at = range(len(rows))
+    last.plot(at, [100 * r["mean"] for r in rows], "o-", color=TRAPEZOID, label="mean")
+    last.plot(at, [100 * r["worst"] for r in rows], "_", color=TRAPEZOID, markersize=12, label="largest")
+    last.set_xticks(at, [str(r["resolution"]) for r in rows])
+    last.set_ylim(bottom=0)
+    last.set_xlabel("points an axis")
+    last.set_title("relative L2 error in %", fontsize=10)
+    last.legend(frameon=False, fontsize=9)
+    last.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"Darcy flow on {finest} x {finest} points, by a model trained on {rows[0]['resolution']} x "
+        f"{rows[0]['resolution']}: test sample of median error, {100 * field.error:.2f} %",
+        fontsize=12,
+    )
     return _save(figure, path)
 
 

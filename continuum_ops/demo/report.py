@@ -12,9 +12,9 @@ _COLUMNS = ("mesh", "points", "weights", "median", "worst", "seconds", "peak mem
 
 
 def text(result: dict[str, Any]) -> str:
-    """The report: one row per mesh and weights, one for the large grid, and what the columns mean."""
+    """The report: a table of meshes and weights with the large grid, and one of Darcy grids."""
     settings, training, grid = result["settings"], result["training"], result["large_grid"]
-    table = [_COLUMNS]
+    table: list[tuple[str, ...]] = [_COLUMNS]
     for row in [*result["meshes"], {**grid, "weights": "trapezoid", "median": None, "worst": None}]:
         table.append(
             (
@@ -28,16 +28,7 @@ def text(result: dict[str, Any]) -> str:
                 _bytes(row["n_by_n_bytes"]),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    left = (0, 2)
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in table
-    ]
-    rule = "-" * max(map(len, lines))
+    lines, rule = _aligned(table, left=(0, 2))
     batch = min(settings["test_batch_size"], settings["test_trajectories"])
     return "\n".join(
         [
@@ -60,11 +51,65 @@ def text(result: dict[str, Any]) -> str:
             f"{result['uneven_equal_over_trapezoid']:.1f} times the median error of trapezoid weights.",
             f"On the {grid['mesh']} grid the largest error against float64 is "
             f"{grid['error_against_float64']:.1e} of the largest value.",
+            "",
+            *_darcy(result["darcy"], settings["darcy"]),
+            "",
+            *_warning(settings["learns"]),
             f"CPU: {result['machine']['backends']['cpu']}, {settings['threads']} threads, "
             f"{result['seconds']:.0f} s in all.",
             "",
         ]
     )
+
+
+def _darcy(result: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    training, grids = result["training"], result["grids"]
+    table: list[tuple[str, ...]] = [("grid", "points", "mean", "worst", "seconds", "peak memory")]
+    for row in grids:
+        note = " (training)" if row is grids[0] else ""
+        table.append(
+            (
+                f"{row['resolution']} x {row['resolution']}{note}",
+                f"{row['points']:,}",
+                _percent(row["mean"]),
+                _percent(row["worst"]),
+                f"{row['seconds']:.2f}",
+                _bytes(row["peak_memory_bytes"]),
+            )
+        )
+    lines, rule = _aligned(table, left=(0,))
+    return [
+        f"Darcy flow, a(x) -> u(x): relative L2 errors of {settings['test_samples']} test samples.",
+        f"PiT with {training['parameters']:,} parameters, {settings['steps']} steps in "
+        f"{training['seconds']:.0f} s, on the first grid alone.",
+        "",
+        lines[0],
+        rule,
+        *lines[1:],
+        "",
+        "seconds: of all test samples, with the quantile radii of the grid.",
+    ]
+
+
+def _warning(learns: bool) -> list[str]:
+    return (
+        []
+        if learns
+        else ["A quick run: the models learned next to nothing and these figures mean nothing.", ""]
+    )
+
+
+def _aligned(table: list[tuple[str, ...]], left: tuple[int, ...]) -> tuple[list[str], str]:
+    """The lines of a table, columns `left` flush left and the others right, and a rule of their width."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in table
+    ]
+    return lines, "-" * max(map(len, lines))
 
 
 def write_json(path: Path, result: dict[str, Any]) -> Path:

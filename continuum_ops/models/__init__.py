@@ -1,6 +1,19 @@
 """Neural operators built from the layers of `continuum_ops.nn`, and their published configurations."""
 
+from .galerkin_transformer import GalerkinTransformer
+from .pit import PiT, PiTGeometry
+from .pit_latent import farthest_point_mesh, pool_mesh, sample_mesh
 from .presets import preset, preset_names
 from .tno import TNO
 
-__all__ = ["TNO", "preset", "preset_names"]
+__all__ = [
+    "TNO",
+    "GalerkinTransformer",
+    "PiT",
+    "PiTGeometry",
+    "farthest_point_mesh",
+    "pool_mesh",
+    "preset",
+    "preset_names",
+    "sample_mesh",
+]

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .galerkin_transformer import GalerkinTransformer
+from .pit import PiT
 from .tno import TNO
 
 # CA 6.1 and 6.2.2: d_model 128 and 6 encoder layers; CA (18): a feed-forward network as wide as d_model. The
@@ -21,6 +23,81 @@ _TNO: dict[str, Any] = {
     "activation": "gelu",
 }
 
+
+def _pit(
+    in_channels: int,
+    coord_dim: int,
+    width: int,
+    num_heads: int,
+    latent: tuple[int, ...] | None,
+    quantiles: tuple[float, float],
+    rate_function: str,
+    **settings: Any,
+) -> tuple[type[nn.Module], dict[str, Any]]:
+    """PiT tables 3 (rates), 7 (quantiles), 8 (latent meshes), 9 (the rest): four blocks, one output."""
+    encoder_quantile, decoder_quantile = quantiles
+    return PiT, {
+        "in_channels": in_channels,
+        "out_channels": 1,
+        "coord_dim": coord_dim,
+        "width": width,
+        "num_heads": num_heads,
+        "num_layers": 4,
+        "latent": latent,
+        "encoder_quantile": encoder_quantile,
+        "decoder_quantile": decoder_quantile,
+        "rate_function": rate_function,
+        **settings,
+    }
+
+
+# GT table 5 states layers, d_model, heads, spectral layers with channels and modes, and the activation, table
+# 7 the dropouts. Widths that the paper leaves open (feed-forward networks, decoder heads) are chosen so that
+# the counts are those of table 5.
+_BURGERS: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "coord_dim": 1,
+    "d_model": 96,
+    "num_heads": 1,
+    "num_layers": 4,
+    "decoder_channels": 48,
+    "head_channels": 32,
+    "modes": 16,
+}
+_DARCY: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "coord_dim": 2,
+    "d_model": 128,
+    "num_heads": 4,
+    "num_layers": 6,
+    "coarsening": 3.5,
+    "decoder_channels": 32,
+    "decoder_lift": True,
+    "modes": 12,
+    "attention_dropout": 0.1,
+    "downsample_dropout": 0.05,
+    "downsample_activation": "relu",
+}
+_DARCY_INVERSE: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "coord_dim": 2,
+    "d_model": 192,
+    "num_heads": 4,
+    "num_layers": 6,
+    "dim_feedforward": 512,
+    "coarsening": 3.0,
+    "coarse_output": True,
+    "decoder": "pointwise",
+    "decoder_activation": "relu",
+    "attention_dropout": 0.05,
+    "dropout": 0.05,
+    "downsample_dropout": 0.05,
+    "decoder_dropout": 0.05,
+}
+
 _PRESETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "tno-lorenz63": (
         TNO,
@@ -28,6 +105,17 @@ _PRESETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     ),
     "tno-cde": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 1, **_TNO}),
     "tno-darcy64": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 2, **_TNO}),
+    "pit-inviscid-burgers": _pit(1, 1, 64, 2, (1024,), (0.01, 0.08), "tan_clamped", decoder_layers=1),
+    "pit-shock-tube": _pit(3, 1, 64, 2, (1024,), (0.04, 0.02), "square", decoder_layers=1),
+    "pit-darcy": _pit(1, 2, 128, 2, (32, 32), (0.02, 0.05), "tan_clamped"),
+    "pit-vorticity": _pit(10, 2, 256, 1, (16, 16), (0.01, 0.08), "square"),
+    "pit-naca": _pit(2, 2, 256, 2, (111, 26), (0.005, 0.02), "tan_clamped"),
+    "pit-elasticity": _pit(42, 2, 512, 8, None, (0.02, 0.02), "square", local_blocks=True),
+    "galerkin-burgers": (GalerkinTransformer, {**_BURGERS, "attention_type": "galerkin"}),
+    "fourier-burgers": (GalerkinTransformer, {**_BURGERS, "attention_type": "fourier", "dropout": 0.05}),
+    "galerkin-darcy": (GalerkinTransformer, {**_DARCY, "attention_type": "galerkin", "dropout": 0.05}),
+    "fourier-darcy": (GalerkinTransformer, {**_DARCY, "attention_type": "fourier", "dropout": 0.1}),
+    "galerkin-darcy-inverse": (GalerkinTransformer, {**_DARCY_INVERSE, "attention_type": "galerkin"}),
 }
 
 
@@ -39,13 +127,21 @@ def preset_names() -> list[str]:
 def preset(name: str, **overrides: Any) -> nn.Module:
     """A freshly initialised model in the configuration of a published experiment.
 
-    ============== ===== ============================================= ==========
-    name           model operator                                      parameters
-    ============== ===== ============================================= ==========
-    tno-lorenz63   TNO   x(t), y(0), z(0) -> y(t), z(t), CA (40)       598,786
-    tno-cde        TNO   u(t) -> z(t) of the controlled ODE, CA 6.1    598,017
-    tno-darcy64    TNO   a(x) -> u(x), Darcy flow, 64 x 64, CA 6.2.2   598,145
-    ============== ===== ============================================= ==========
+    ====================== =================== ============================================= ==========
+    name                   model               operator                                      parameters
+    ====================== =================== ============================================= ==========
+    pit-inviscid-burgers   PiT                 u(x, 0) -> u(x, 0.1), PiT A.1                 95,503
+    pit-shock-tube         PiT                 rho, rho u, E at 0 -> E at 1.5, PiT A.2       95,631
+    pit-darcy              PiT                 a(x) -> u(x), Darcy flow, PiT A.3             313,613
+    pit-vorticity          PiT                 ten snapshots -> the next, PiT A.4            1,252,103
+    pit-naca               PiT                 positions of a C-mesh -> Mach number, PiT A.6 1,250,061
+    pit-elasticity         PiT                 42 numbers of the shape -> stress, PiT A.5    6,586,929
+    galerkin-burgers       GalerkinTransformer u(x, 0) -> u(x, 1), GT 5.1                    529,601
+    fourier-burgers        GalerkinTransformer the same                                      529,601
+    galerkin-darcy         GalerkinTransformer a(x) -> u(x), grid 141 or 211, GT 5.2         2,217,565
+    fourier-darcy          GalerkinTransformer the same                                      2,217,565
+    galerkin-darcy-inverse GalerkinTransformer u(x) -> a(x) on the coarse grid, GT 5.3       2,384,833
+    ====================== =================== ============================================= ==========
 
     The second task of CA 6.1, x(t) -> y(t), is
     ``preset("tno-lorenz63", out_channels=1, initial_channels=0)``: 598,017 parameters.
@@ -57,6 +153,15 @@ def preset(name: str, **overrides: Any) -> nn.Module:
       the heads d^2 + d = 16,512; feed-forward network 2 (d^2 + d) = 33,024; two layer norms 4 d = 512. W1
       and W2 are the identity, and no norm follows the last layer;
     * projection: d + 1 = 129.
+
+    PiT (tables 7 to 9). With d = width, c channels of u and coordinates together and h heads, the 313,613 of
+    "pit-darcy" (d = 128, c = 3, h = 2) are: lift c d + d = 512; six attention layers d^2 + h = 16,386 each,
+    98,316; four blocks' MLP and LINEAR 3 (d^2 + d) = 49,536 each, 198,144; projection d^2 + d + d + 1 =
+    16,641. The 1-D presets have a fifth block on the output mesh. "pit-naca" takes the structured 221 x 51
+    mesh as a Grid of the unit square and the positions of its points as u: 4 channels with the coordinates.
+    "pit-elasticity", one mesh per sample, has a MLP and a LINEAR after A_in and A_out as well, as in the
+    published code: 6 (d^2 + d) more than table 9 spells out. ``attention="self-a"``, ``"self-b"`` and
+    ``"self-position"`` make the models of PiT table 2 and eq. (12).
 
     Args:
         name: one of `preset_names()`.

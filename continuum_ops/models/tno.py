@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
+from ._checks import check_integer, check_tensor
 from .tno_layer import Activation, PointwiseNetwork, TNOEncoderLayer, resolve_activation
 
 
@@ -85,7 +86,7 @@ class TNO(nn.Module):
             ("dim_feedforward", dim_feedforward, 1),
             ("initial_channels", initial_channels, 0),
         ):
-            _check_integer(name, number, least)
+            check_integer(name, number, least)
         if d_model % num_heads:
             raise ValueError(
                 f"d_model must be divisible by num_heads, was {d_model} with num_heads {num_heads}"
@@ -197,7 +198,7 @@ class TNO(nn.Module):
                 f"initial must be a tensor of shape (B, {self.initial_channels}) for a model with "
                 f"initial_channels={self.initial_channels}, was None"
             )
-        _check_tensor("initial", initial, u, [(u.shape[0], self.initial_channels)])
+        check_tensor("initial", initial, u, [(u.shape[0], self.initial_channels)])
         if initial.dtype != u.dtype:
             raise ValueError(f"initial must have the dtype of u, {u.dtype}, was {initial.dtype}")
         if u.shape[1] == 0:
@@ -212,10 +213,10 @@ class TNO(nn.Module):
         w: Tensor | None = None
         if isinstance(mesh, Mesh):
             points, w = mesh.points, mesh.weights
-            _check_tensor("mesh.points", points, u, shapes)
+            check_tensor("mesh.points", points, u, shapes)
         elif isinstance(mesh, Tensor):
             points = mesh[:, None] if mesh.ndim == 1 and self.coord_dim == 1 else mesh
-            _check_tensor("mesh", points, u, shapes)
+            check_tensor("mesh", points, u, shapes)
         else:
             raise TypeError(
                 f"mesh must be a Grid, a PointCloud or a tensor of points, was {type(mesh).__name__}"
@@ -231,7 +232,7 @@ class TNO(nn.Module):
         elif weights != "mesh":
             raise ValueError(f'weights must be "mesh", "equal" or a tensor, was {weights!r}')
         if w is not None:
-            _check_tensor(name, w, u, [(n,), (batch, n)])
+            check_tensor(name, w, u, [(n,), (batch, n)])
             w = w.to(torch.promote_types(u.dtype, torch.float32))
         return points.to(u.dtype).expand(batch, n, self.coord_dim), w
 
@@ -240,25 +241,3 @@ class TNO(nn.Module):
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, coord_dim={self.coord_dim}, "
             f"initial_channels={self.initial_channels}, variant={self.variant!r}"
         )
-
-
-def _check_integer(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, was {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, was {value}")
-
-
-def _check_tensor(name: str, value: Tensor, u: Tensor, shapes: list[tuple[int, ...]]) -> None:
-    """The shape is one of `shapes`, the dtype is floating, the device is that of u."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, was {type(value).__name__}")
-    if tuple(value.shape) not in shapes:
-        wanted = " or ".join(str(shape) for shape in shapes)
-        raise ValueError(
-            f"{name} must have shape {wanted} for u of shape {tuple(u.shape)}, was {tuple(value.shape)}"
-        )
-    if not value.is_floating_point():
-        raise ValueError(f"{name} must have a floating dtype, was {value.dtype}")
-    if value.device != u.device:
-        raise ValueError(f"{name} must be on the device of u, {u.device}, was on {value.device}")

@@ -1,12 +1,20 @@
 """Layers: drop-in replacements for ``torch.nn`` that take quadrature weights."""
 
+from .galerkin_attention import GalerkinAttention
+from .galerkin_encoder_layer import GalerkinEncoderLayer
 from .multihead_attention import MultiheadAttention
+from .position_attention import PositionAttention
 from .quadrature_context import quadrature
 from .replace_attention import replace_attention
+from .spectral_conv import SpectralConv
 from .transformer import TransformerEncoder, TransformerEncoderLayer
 
 __all__ = [
+    "GalerkinAttention",
+    "GalerkinEncoderLayer",
     "MultiheadAttention",
+    "PositionAttention",
+    "SpectralConv",
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "quadrature",

@@ -241,6 +241,10 @@ def _canonical_padding_mask(mask: Tensor, batched: bool, batch: int, num_keys: i
             f"key_padding_mask must have shape {expected}, got {tuple(mask.shape)}; "
             "quadrature weights are passed as weights="
         )
+    # A look at the values: on the CPU, where it costs nothing, and not in a graph that is being traced.
+    looked_at = mask.is_floating_point() and mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looked_at and not bool((mask < math.inf).all()):
+        raise ValueError("key_padding_mask must be finite or -inf, got inf or NaN")
     return mask.view(batch, num_keys)
 
 

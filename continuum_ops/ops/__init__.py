@@ -1,6 +1,15 @@
 """Public operators, one file per operator."""
 
 from .continuum_attention import continuum_attention
+from .fourier_attention import fourier_attention
+from .galerkin_attention import galerkin_attention
 from .position_attention import position_attention
+from .quantile_radius import quantile_radius
 
-__all__ = ["continuum_attention", "position_attention"]
+__all__ = [
+    "continuum_attention",
+    "fourier_attention",
+    "galerkin_attention",
+    "position_attention",
+    "quantile_radius",
+]

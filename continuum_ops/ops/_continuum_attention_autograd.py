@@ -127,7 +127,7 @@ torch.library.register_autograd(
     lib=LIBRARY,
 )
 
-# --- the operator in PyTorch: float masks and distance terms -------------------------------------
+# --- the operator in PyTorch, for what has no kernel ----------------------------------------------
 
 
 def _chunked(*args: Any) -> tuple[Tensor, Tensor]:

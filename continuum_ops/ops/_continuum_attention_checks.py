@@ -108,7 +108,7 @@ def check_no_tangents(values: Sequence[Any]) -> None:
             )
 
 
-def check_numbers(dropout_p: Any, scale: Any) -> None:
+def check_numbers(dropout_p: Any, scale: Any, dtype: torch.dtype) -> None:
     if not isinstance(dropout_p, (int, float)):
         raise TypeError(f"{OP}: dropout_p must be a number in [0, 1], got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
@@ -119,6 +119,9 @@ def check_numbers(dropout_p: Any, scale: Any) -> None:
         raise TypeError(f"{OP}: scale must be None or a number, got {type(scale).__name__}")
     if not math.isfinite(scale):
         raise ValueError(f"{OP}: scale must be finite, got {scale}")
+    most = 1e307 if dtype == torch.float64 else 1e38  # scale log2(e) must be a number of the kernel's type
+    if abs(scale) > most:
+        raise ValueError(f"{OP}: scale must be at most {most} in magnitude for {dtype} queries, got {scale}")
 
 
 def check_positions(query_pos: Any, key_pos: Any, query: Tensor, leads: torch.Size, keys: int) -> None:

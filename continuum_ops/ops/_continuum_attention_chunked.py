@@ -1,7 +1,7 @@
 """Continuum attention in PyTorch, a block of queries at a time: O(N * chunk) memory.
 
-Serves what has no kernel: float masks, distance terms, second derivatives, and devices without a compiled
-kernel.
+Serves what has no kernel: float masks, float64 positions of shorter queries, second derivatives, and devices
+without a compiled kernel.
 """
 
 from __future__ import annotations
@@ -164,9 +164,13 @@ def _softmax_parts(x: Inputs, start: int) -> tuple[Tensor, Tensor, Tensor]:
     # The largest term becomes 1 whatever the weights are; a constant of the row, so it has no derivative.
     shift = logits.amax(-1, keepdim=True)
     empty = shift == -math.inf
-    terms = (scores - shift.masked_fill(empty, 0.0)).exp()
-    if x.weights is not None:
-        terms = terms * x.weights[..., None, :]
+    exponents = scores - shift.masked_fill(empty, 0.0)
+    if x.weights is None:
+        terms = exponents.exp()
+    else:
+        # In two factors: where a weight is below 1e-38, e^exponent alone may be beyond the largest float.
+        half = (0.5 * exponents).exp()
+        terms = half * (half * x.weights[..., None, :])
     total = terms.sum(-1, keepdim=True)
     return terms, torch.where(empty, 1.0, total), shift
 

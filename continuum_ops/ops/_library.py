@@ -41,4 +41,58 @@ LIBRARY.define(
     "Tensor grad_query_pos, Tensor grad_key_pos, Tensor grad_rate)"
 )
 
+# Positions (P, N, d) and (P, M, d), P = 1 or B, float32 or float64; value (B, HV, M, C), HV = 1 or H; rate
+# (H,), weights (W, M), radius (R, N) in the accumulation dtype, W and R = 1 or B. out (B, H, N, C); lse and
+# stats (G, H, N[, 2]) with G = 1 where positions, weights and radius are shared by the batch, else B. What
+# stats holds is the backend's own affair: its backward reads it. Positions of float64 beside a narrower
+# value: their differences are as accurate as float32 can hold.
+_POSITION = "Tensor query_pos, Tensor key_pos, Tensor value, Tensor rate, Tensor? weights"
+_POSITION_GRADS = (
+    "(Tensor grad_query_pos, Tensor grad_key_pos, Tensor grad_value, Tensor grad_rate, Tensor grad_weights)"
+)
+LIBRARY.define(
+    f"position_attention_forward({_POSITION}, Tensor? radius, float[]? period) "
+    "-> (Tensor out, Tensor lse, Tensor stats)"
+)
+# needs: one for each of the first five inputs; gradients that are not needed have shape (0,).
+LIBRARY.define(
+    f"position_attention_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, Tensor lse, "
+    f"Tensor stats, Tensor? radius, float[]? period, bool[] needs) -> {_POSITION_GRADS}"
+)
+LIBRARY.define(
+    f"position_attention_chunked({_POSITION}, Tensor? radius, float[]? period) -> (Tensor out, Tensor lse)"
+)
+LIBRARY.define(
+    f"position_attention_chunked_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor? radius, "
+    f"float[]? period, bool[] needs) -> {_POSITION_GRADS}"
+)
+# The CUDA library's own: as the two above, with tf32, one TF32 product for float32 instead of three.
+LIBRARY.define(
+    f"position_attention_cuda_forward({_POSITION}, Tensor? radius, float[]? period, bool tf32) "
+    "-> (Tensor out, Tensor lse, Tensor stats)"
+)
+LIBRARY.define(
+    f"position_attention_cuda_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, "
+    "Tensor lse, Tensor stats, Tensor? radius, float[]? period, bool[] needs, bool tf32) "
+    f"-> {_POSITION_GRADS}"
+)
+# A product of one matrix (H, m_i, n_i) per axis of a grid; a list of no weights stands for ones. The
+# gradients are those of value and of each matrix.
+LIBRARY.define("grid_product(Tensor value, Tensor[] matrices, Tensor rate, Tensor[] weights) -> Tensor")
+LIBRARY.define(
+    "grid_product_backward(Tensor grad_out, Tensor value, Tensor[] matrices, Tensor[] weights, "
+    "bool value_grad, bool matrices_grad) -> Tensor[]"
+)
+# Position attention between grids within a radius; weights (M,), eps of the rule d^2 <= r^2 (1 + 8 eps). The
+# gradients are those of value, rate, weights ((0,) for None) and each axis.
+_WINDOW = (
+    "Tensor value, Tensor[] query_axes, Tensor[] key_axes, Tensor rate, Tensor? weights, Tensor radius, "
+    "float[] period, float eps"
+)
+LIBRARY.define(f"window_attention({_WINDOW}) -> (Tensor out, Tensor lse)")
+LIBRARY.define(f"window_attention_backward(Tensor grad_out, Tensor grad_lse, {_WINDOW}) -> Tensor[]")
+# Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
+LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
+LIBRARY.define("check_weights(Tensor weights) -> Tensor")
+
 extension()  # imports the kernels, whose registrations need the schemas above

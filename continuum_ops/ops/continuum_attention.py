@@ -61,11 +61,14 @@ def continuum_attention(
             torch; the lse does not see it. The mask follows from the generator of query's device
             (``torch.manual_seed``).
         is_causal: query i attends to the keys k <= i. Not together with attn_mask.
-        scale: factor of q . k. None: 1 / sqrt(D).
+        scale: factor of q . k, at most 1e38 in magnitude (1e307 for float64). None: 1 / sqrt(D). Where the
+            scores overflow, NaN comes out.
         return_lse: return (out, lse).
         query_pos: (N, d), or (..., N, d) with leading dimensions that broadcast to those of query before H.
         key_pos: (M, d) or (..., M, d). Positions of any floating dtype, used in float32 or wider.
-        rate: (H,) or a number, >= 0: adds -rate_h |x_i - y_k|^2 to the scores, for query_pos x and key_pos y.
+        rate: (H,) or a number, >= 0: adds -rate_h |x_i - y_k|^2 to the scores, for query_pos x and key_pos y
+            (Chen, Wu, "Positional Knowledge is All You Need", equation 12). Distances are taken from
+            differences, so that an offset of the coordinates does no harm.
         period: d numbers, the lengths of a periodic domain (inf: not periodic along that axis); distances
             are those of the nearest images.
         radius: a number, (N,) or (..., N), >= 0: keys farther than radius from query i do not count. A key
@@ -77,7 +80,9 @@ def continuum_attention(
 
     A query with nothing to attend to (M = 0, all weights 0, everything masked, no key within radius) gives
     0, lse -inf and zero gradients. A key of weight 0 has no effect even if its row is NaN; its key, value
-    and weight gradients are 0. NaN in a live row comes out. Computation is in float32 or wider and rounds
+    and weight gradients are 0. NaN in a live row comes out, as from torch's function also for queries that a
+    mask of their own, or is_causal, keeps from that row: weights of 0 and masks that are the same for every
+    query remove a key entirely. Computation is in float32 or wider and rounds
     to a 16-bit dtype once.
 
     Gradients exist for query, key, value, weights, a floating attn_mask, query_pos, key_pos and rate,
@@ -103,7 +108,7 @@ def continuum_attention(
     leads = checks.check_qkv(query, key, value)
     if forward_ad._current_level >= 0:
         checks.check_no_tangents([query, key, value, weights, attn_mask, query_pos, key_pos, rate])
-    checks.check_numbers(dropout_p, scale)
+    checks.check_numbers(dropout_p, scale, query.dtype)
     rows, keys = query.shape[-2], key.shape[-2]
     if weights is not None:
         checks.check_weights(weights, query, (*leads, keys))

@@ -1,6 +1,16 @@
-"""What training loops share: losses as integrals, and files that are whole or not there."""
+"""What training shares: the loop, losses as integrals, normalisers, files that are whole or not there."""
 
 from .files import atomic_write
-from .losses import relative_l2
+from .loop import Fitted, fit
+from .losses import h1_seminorm, relative_l2, relative_l2_h1
+from .normalizers import PointwiseNormalizer
 
-__all__ = ["atomic_write", "relative_l2"]
+__all__ = [
+    "Fitted",
+    "PointwiseNormalizer",
+    "atomic_write",
+    "fit",
+    "h1_seminorm",
+    "relative_l2",
+    "relative_l2_h1",
+]

@@ -1,0 +1,27 @@
+"""Argument checks that the models share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_integer(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, was {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, was {value}")
+
+
+def check_tensor(name: str, value: Tensor, u: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    """The shape is one of `shapes`, the dtype is floating, the device is that of u."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, was {type(value).__name__}")
+    if tuple(value.shape) not in shapes:
+        wanted = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(
+            f"{name} must have shape {wanted} for u of shape {tuple(u.shape)}, was {tuple(value.shape)}"
+        )
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must have a floating dtype, was {value.dtype}")
+    if value.device != u.device:
+        raise ValueError(f"{name} must be on the device of u, {u.device}, was on {value.device}")

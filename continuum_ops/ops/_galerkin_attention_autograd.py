@@ -1,0 +1,80 @@
+"""Implementation of the registered operators behind Galerkin and Fourier attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._library import LIBRARY
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
+    """q (k^T W v), composed of differentiable operators: torch derives every derivative and transform."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    device = query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return _products(query, key, value, weights, dtype)
+    with torch.autocast(device, enabled=False):  # it would take the products back to 16 bits
+        return _products(query, key, value, weights, dtype)
+
+
+def _products(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    if weights is None:
+        keys = k.shape[-2]
+        gram = (k.transpose(-2, -1) @ v) * (1.0 / keys if keys > 0 else 0.0)
+    else:
+        w = weights.to(dtype)
+        w = w + torch.ops.continuum_ops.check_weights(w.detach())
+        dead = w == 0
+        if _none(dead):
+            gram = (k * w.unsqueeze(-1)).transpose(-2, -1) @ v
+        else:
+            # A row of weight 0 does not exist, forward and backward: blanked on both sides of the product.
+            rows = dead.unsqueeze(-1)
+            weighted = (k * w.masked_fill(dead, 0.0).unsqueeze(-1)).masked_fill_(rows, 0.0)
+            gram = weighted.transpose(-2, -1) @ v.masked_fill(rows, 0.0)
+    return (q @ gram).to(query.dtype)
+
+
+def _none(dead: Tensor) -> bool:
+    """That no row is dead, where a look at the values is free: at real tensors on the CPU.
+
+    Blanking costs half as much as the product there; elsewhere it is done without a look.
+    """
+    if type(dead) is not Tensor or dead.device.type != "cpu":
+        return False
+    try:
+        return not bool(dead.any())
+    except RuntimeError:  # under vmap there is not one answer
+        return False
+
+
+def _check_weights(weights: Tensor) -> Tensor:
+    """A 0 for each valid weight; opaque, so that values are looked at under torch.compile as well."""
+    valid = (weights >= 0) & (weights < math.inf)
+    if weights.device.type == "cpu":
+        if not bool(valid.all()):
+            worst = weights[~valid][0].item()
+            raise ValueError(f"weights must be >= 0 and finite, got {worst:g}")
+        return torch.zeros_like(weights)
+    return torch.where(valid, 0.0, math.nan).to(weights.dtype)
+
+
+LIBRARY.impl("galerkin_attention", _attention, "CompositeImplicitAutograd")
+LIBRARY.impl("galerkin_attention", _attention, "FuncTorchBatched")  # vmap: the products have batching rules
+LIBRARY.impl("check_weights", _check_weights, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("continuum_ops::check_weights", lib=LIBRARY)
+def _(weights: Tensor) -> Tensor:
+    return torch.empty_like(weights)
+
+
+@torch.library.register_vmap("continuum_ops::check_weights", lib=LIBRARY)
+def _(info: object, in_dims: tuple[int | None, ...], weights: Tensor) -> tuple[Tensor, int | None]:
+    return torch.ops.continuum_ops.check_weights(weights), in_dims[0]
