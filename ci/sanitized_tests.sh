@@ -37,8 +37,12 @@ assert extension.build_info()["sanitizer"] == "address", extension.build_info()
 print("sanitized extension:", extension.__file__, "kernels:", extension.isa())
 PYTHON
 
-# The chunked path is PyTorch: nothing of it is compiled here.
-shopt -s nullglob
-tests=("$root"/tests/test_{continuum,position}_attention*.py "$root"/tests/test_philox.py)
+# The chunked path and the grid forms are PyTorch, the GPU kernels have tests of their own: nothing of them is
+# compiled here.
+shopt -s nullglob extglob
+tests=()
+for file in "$root"/tests/test_{continuum,position}_attention*.py "$root"/tests/test_philox.py; do
+  [[ $file == *_@(cuda|triton|grid|grid_edge).py ]] || tests+=("$file")
+done
 exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "${WORKERS:-2}" --dist worksteal \
   -p no:cacheprovider -m "not slow and not gpu" -k "not chunked" "$@" "${tests[@]}"
