@@ -78,7 +78,7 @@ def _rate(rate, h):
 @triton.jit
 def _columns(j, columns, channels, batch_stride, channel_stride):
     """Offsets of the columns j: the channels of all batch entries stand side by side."""
-    return (j // channels) * batch_stride + (j % channels) * channel_stride
+    return (j // channels).to(tl.int64) * batch_stride + (j % channels).to(tl.int64) * channel_stride
 
 
 @triton.jit

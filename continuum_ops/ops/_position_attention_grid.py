@@ -48,7 +48,7 @@ def serves(query_pos: Any, key_pos: Any, weights: Any, *, radius: Tensor | float
 
 def _is_own(weights: Tensor, grid: Grid) -> bool:
     """Whether these are the grid's weights, which are products, and no gradient is wanted for them."""
-    return not weights.requires_grad and weights is grid.__dict__.get("weights")
+    return not weights.requires_grad and weights is grid.weights
 
 
 def grid_attention(
