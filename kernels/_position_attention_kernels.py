@@ -78,7 +78,8 @@ def _rate(rate, h):
 @triton.jit
 def _columns(j, columns, channels, batch_stride, channel_stride):
     """Offsets of the columns j: the channels of all batch entries stand side by side."""
-    return (j // channels).to(tl.int64) * batch_stride + (j % channels).to(tl.int64) * channel_stride
+    batch, channel = (j // channels).to(tl.int64), (j % channels).to(tl.int64)
+    return batch * batch_stride + channel * channel_stride
 
 
 @triton.jit

@@ -22,13 +22,24 @@ def _is_stride(node):
     return isinstance(node, ast.Name) and "stride" in node.id
 
 
-def _is_64_bit(node):
+def _converted(tree):
+    """Names that are assigned conversions to tl.int64."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = zip(target.elts, node.value.elts, strict=True)
+                yield from (t.id for t, v in pairs if isinstance(t, ast.Name) and _is_64_bit(v, ()))
+
+
+def _is_64_bit(node, converted):
     """A conversion to tl.int64 (or an axis unrolled at compile time) however it is indexed."""
     while isinstance(node, ast.Subscript):
         node = node.value
     if isinstance(node, ast.Call):
         return any(isinstance(a, ast.Attribute) and a.attr == "int64" for a in node.args)
-    return isinstance(node, ast.Name) and node.id == "axis"
+    return isinstance(node, ast.Name) and (node.id == "axis" or node.id in converted)
 
 
 def dots_without_precision(tree):
@@ -37,12 +48,13 @@ def dots_without_precision(tree):
 
 def narrow_offsets(tree):
     wrong = []
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
-            continue
-        for stride, other in ((node.left, node.right), (node.right, node.left)):
-            if _is_stride(stride) and not _is_64_bit(other):
-                wrong.append(node.lineno)
+    for function in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:
+        converted = set(_converted(function))
+        for node in ast.walk(function):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                for stride, other in ((node.left, node.right), (node.right, node.left)):
+                    if _is_stride(stride) and not _is_64_bit(other, converted):
+                        wrong.append(node.lineno)
     return wrong
 
 
@@ -64,8 +76,8 @@ def test_the_kernels_are_looked_at():
     "source, find",
     [
         ("tl.dot(a, b)", dots_without_precision),
-        ("base + rows[:, None] * strides[2]", narrow_offsets),
-        ("base + row_stride * rows", narrow_offsets),
+        ("def f(): base + rows[:, None] * strides[2]", narrow_offsets),
+        ("def f(): base + row_stride * rows", narrow_offsets),
     ],
 )
 def test_what_is_wrong_is_found(source, find):
