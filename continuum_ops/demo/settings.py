@@ -29,7 +29,7 @@ class DarcySettings:
     initial_rate: tuple[float, ...] = (10.0, 300.0)
     initial_local_rate: tuple[float, ...] = (400.0, 2500.0)
     batch_size: int = 8
-    steps: int = 1600
+    steps: int = 700
     learning_rate: float = 4e-3
     weight_decay: float = 1e-4
     warm_up: float = 0.1
