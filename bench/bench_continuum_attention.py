@@ -255,17 +255,11 @@ def memory_row(form: str, passes: str, n: int) -> dict[str, Any]:
     x = prepare(n)
     growth, outputs = harness.peak_growth(make_run(form, x, passes))
     tensors = [x.query, x.key, x.value, x.weights] + [x.grad_out] * (passes != "forward")
-    inputs = sum(t.numel() * t.element_size() for t in tensors)
-    extra = growth - outputs
     return {
         "candidate": form,
         "pass": passes,
         "shape": f"N = M = {n}, H = 1, d = {dim}, float32",
-        "inputs_mib": inputs / harness.MIB,
-        "outputs_mib": outputs / harness.MIB,
-        "extra_mib": extra / harness.MIB,
-        "extra_ratio": extra / (inputs + outputs),
-        "scores_mib": 4.0 * n * n / harness.MIB,
+        **harness.memory_fields(tensors, growth, outputs, 4.0 * n * n),
     }
 
 
@@ -353,8 +347,7 @@ def main(argv: Sequence[str]) -> None:
     document["rows"] = [row for allocator in harness.ALLOCATORS for row in worker({"allocator": allocator})]
     finish_rows(document["rows"], ceilings and ceilings["threads"][str(args.threads)])
     suffix = "-short" if args.short else ""
-    default = harness.RESULTS / f"{OP}-{document['machine']['name']}{suffix}.json"
-    path = default if args.out is None else args.out
+    path = harness.result_path(OP, document, args.out, suffix)
     harness.write_json(path, document)
     print(report.render(document))
     harness.progress(f"written to {path}")

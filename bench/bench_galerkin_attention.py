@@ -128,17 +128,12 @@ def memory_row(kind: str, passes: str, n: int, dim: int, layers: int, batch: int
     make_run(encoder, *make_inputs(min(n, 64), dim, batch), passes)()
     inputs = make_inputs(n, dim, batch)
     growth, outputs = harness.peak_growth(make_run(encoder, *inputs, passes))
-    given = sum(t.numel() * t.element_size() for t in inputs[: 1 if passes == "forward" else 2])
-    extra = growth - outputs
+    given = inputs[: 1 if passes == "forward" else 2]
     return {
         "candidate": kind,
         "pass": passes,
         "shape": f"N = {n}, d = {dim}, {layers} layers, B = {batch}, float32",
-        "inputs_mib": given / harness.MIB,
-        "outputs_mib": outputs / harness.MIB,
-        "extra_mib": extra / harness.MIB,
-        "extra_ratio": extra / (given + outputs),
-        "scores_mib": 4.0 * batch * n * n / harness.MIB,
+        **harness.memory_fields(given, growth, outputs, 4.0 * batch * n * n),
     }
 
 
@@ -186,7 +181,7 @@ def main(argv: Sequence[str]) -> None:
         for passes in ("forward", "forward + backward")
     ]
     document["rows"] = worker({})
-    path = harness.RESULTS / f"{OP}-{document['machine']['name']}.json" if args.out is None else args.out
+    path = harness.result_path(OP, document, args.out)
     harness.write_json(path, document)
     print(report.render(document))
     harness.progress(f"written to {path}")

@@ -314,8 +314,7 @@ def main(argv: Sequence[str]) -> None:
     document["rows"] = [row for allocator in harness.ALLOCATORS for row in worker(allocator)]
     finish_rows(document["rows"], ceilings and ceilings["threads"][str(args.threads)])
     suffix = "-short" if args.short else ""
-    default = harness.RESULTS / f"{OP}-{document['machine']['name']}{suffix}.json"
-    path = default if args.out is None else args.out
+    path = harness.result_path(OP, document, args.out, suffix)
     harness.write_json(path, document)
     print(report.render(document))
     harness.progress(f"written to {path}")

@@ -296,3 +296,27 @@ def new_document(op: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The frame of a result file; the caller adds "rows", "ceilings" and "memory"."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"op": op, "created": created, "settings": dict(settings), "machine": describe_machine()}
+
+
+def memory_fields(
+    tensors: Sequence[Tensor], growth: float, outputs: float, scores: float
+) -> dict[str, float]:
+    """Columns of a memory row, in MiB: the inputs, the outputs, what a call takes beyond both, N x N scores.
+
+    ``growth`` is that of the peak during the call, ``outputs`` what of it remains, ``scores`` the bytes that
+    the scores would take.
+    """
+    inputs = sum(t.numel() * t.element_size() for t in tensors)
+    extra = growth - outputs
+    return {
+        "inputs_mib": inputs / MIB,
+        "outputs_mib": outputs / MIB,
+        "extra_mib": extra / MIB,
+        "extra_ratio": extra / (inputs + outputs),
+        "scores_mib": scores / MIB,
+    }
+
+
+def result_path(op: str, document: dict[str, Any], out: Path | None, suffix: str = "") -> Path:
+    """Where the results go: `out`, or bench/results/OP-MACHINE.json."""
+    return RESULTS / f"{op}-{document['machine']['name']}{suffix}.json" if out is None else out

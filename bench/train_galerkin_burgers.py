@@ -182,8 +182,7 @@ def main(argv: Sequence[str]) -> None:
         document["rows"].append(train(name, data, tests, args))
         if not math.isfinite(document["rows"][-1]["history"][-1]["loss"]):
             raise SystemExit(f"{name}: the loss is not finite")
-    default = harness.RESULTS / f"train-galerkin-burgers-{document['machine']['name']}.json"
-    path = default if args.out is None else args.out
+    path = harness.result_path("train-galerkin-burgers", document, args.out)
     harness.write_json(path, document)
     print(render(document["rows"]))
     harness.progress(f"written to {path}")

@@ -213,8 +213,7 @@ def main(argv: Sequence[str]) -> None:
     settings = {k: v for k, v in vars(args).items() if k != "out"}
     document = harness.new_document("train-galerkin-darcy-inverse", {**settings, "data_seconds": made})
     document["rows"] = [train(data, test, noise, args) for noise in args.noise]
-    default = harness.RESULTS / f"train-galerkin-darcy-inverse-{document['machine']['name']}.json"
-    path = default if args.out is None else args.out
+    path = harness.result_path("train-galerkin-darcy-inverse", document, args.out)
     harness.write_json(path, document)
     print(render(document["rows"]))
     harness.progress(f"written to {path}")

@@ -65,7 +65,7 @@ def main() -> None:
     document["data_seconds"] = time.perf_counter() - start
     document["paper"] = {str(resolution): error for resolution, error in PAPER.items()}
     document["models"] = [run(training, tests, settings, seed, weights) for weights in ("mesh", "equal")]
-    path = harness.RESULTS / f"pit_darcy-{document['machine']['name']}.json" if out is None else out
+    path = harness.result_path("pit_darcy", document, out)
     harness.write_json(path, document)
     print(render(document))
     print(f"wrote {path}")

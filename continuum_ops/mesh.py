@@ -222,7 +222,7 @@ class Grid(Mesh):
     @property
     def weights(self) -> Tensor:
         """(N,) weights in the order of the points."""
-        return self._kept("weights", self.axis_weights, _outer_weights)
+        return self._kept("weights", self.axis_weights, product_weights)
 
     def _kept(
         self, name: str, axes: tuple[Tensor, ...], make: Callable[[tuple[Tensor, ...]], Tensor]
@@ -275,7 +275,8 @@ def _outer_points(axes: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
 
 
-def _outer_weights(axes: tuple[Tensor, ...]) -> Tensor:
+def product_weights(axes: Sequence[Tensor]) -> Tensor:
+    """(N,) weights of a grid from those of its axes, in C order."""
     return reduce(lambda w, axis: (w[:, None] * axis).flatten(), axes)
 
 

@@ -207,8 +207,7 @@ def forward_kernel(
     bounded = False
     if norms is not None:
         # |q . k| <= |q| |k|: where that is small no exponential needs a shift, hence no maximum, no
-        # subtraction
-        # and no rescaling: the score costs one FMA, ex2 and one addition.
+        # subtraction and no rescaling: the score costs one FMA, ex2 and one addition.
         length = tl.sqrt(tl.max(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1), 0))
         bounded = length * tl.load(norms + z) * factor <= BOUND
         if bounded:

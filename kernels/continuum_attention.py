@@ -1,9 +1,9 @@
 """Continuum attention on NVIDIA GPUs: shapes, strides and launches of the Triton kernels beside this file.
 
 ``forward`` and ``backward`` have the arguments and results of the registered operators
-``continuum_ops::continuum_attention_forward`` and ``_backward`` (continuum_ops/ops/_library.py). Nothing
-here waits
-for the device. Leading dimensions are read in place: those that merge become two, the others are looped over.
+``continuum_ops::continuum_attention_forward`` and ``_backward`` (continuum_ops/ops/_library.py).
+Nothing here waits for the device. Leading dimensions are read in place: those that merge become two, the
+others are looped over.
 """
 
 from __future__ import annotations

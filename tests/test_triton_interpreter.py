@@ -1,4 +1,4 @@
-"""The Triton kernels' numbers without a GPU: test_continuum_attention_cuda.py under Triton's interpreter.
+"""The Triton kernels' numbers without a GPU: test_continuum_attention_cuda*.py under Triton's interpreter.
 
 The interpreter has to be chosen before triton is imported, so it runs in a process of its own.
 """
@@ -15,13 +15,12 @@ from triton_support import ROOT
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-# Two processes, so that two workers share the time.
-DISTANCE = "distance or dropout or dead or nan or strided or layouts or guard or outputs or widths"
+FILES = ("test_continuum_attention_cuda.py", "test_continuum_attention_cuda_edge.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [DISTANCE, f"not ({DISTANCE})"], ids=["first half", "second half"])
-def test_kernels_under_the_interpreter(which):
+@pytest.mark.parametrize("file", FILES)
+def test_kernels_under_the_interpreter(file):
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "CONTINUUM_OPS_NO_EXT": "1",
@@ -30,7 +29,7 @@ def test_kernels_under_the_interpreter(which):
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = subprocess.run(
-        [*command, "-k", which, str(ROOT / "tests/test_continuum_attention_cuda.py")],
+        [*command, str(ROOT / "tests" / file)],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -13,9 +13,10 @@ from ..data.darcy import HIGH, LOW
 from ..mesh import Grid
 from ..models import PiT
 from ..models.pit_layer import Weights
-from ..training import Fitted, PointwiseNormalizer, fit, relative_l2
-from .lorenz import progress_bar
+from ..training import PointwiseNormalizer, relative_l2
+from .fitting import Trained, train_model
 from .machine import PeakMemory
+from .progress import progress_bar
 from .settings import DarcySettings
 
 
@@ -35,12 +36,6 @@ class ScaledPiT(nn.Module):
         """Coefficients (B, N, 1) at the points of a grid -> solutions (B, N, 1)."""
         u = (coefficient - (HIGH + LOW) / 2) * (2 / (HIGH - LOW))
         return self.solution.decode(self.model(u, grid, weights=weights), grid)
-
-
-class Trained(NamedTuple):
-    model: ScaledPiT
-    parameters: int
-    fitted: Fitted
 
 
 class Field(NamedTuple):
@@ -71,7 +66,9 @@ def test_data(settings: DarcySettings, seed: int) -> DarcyFlow:
     )
 
 
-def train(data: DarcyFlow, settings: DarcySettings, seed: int, weights: Weights = "mesh") -> Trained:
+def train(
+    data: DarcyFlow, settings: DarcySettings, seed: int, weights: Weights = "mesh"
+) -> Trained[ScaledPiT]:
     """Train on data of :func:`training_data`: mean relative L2 loss, AdamW, one-cycle learning rate.
 
     Raises:
@@ -103,21 +100,7 @@ def train(data: DarcyFlow, settings: DarcySettings, seed: int, weights: Weights 
     def validate() -> float:
         return predict(model, held_out, weights, settings)[1].mean().item()
 
-    with progress_bar(settings.steps, "training PiT", "step") as bar:
-        fitted = fit(
-            model.parameters(),
-            loss,
-            n,
-            steps=settings.steps,
-            batch_size=settings.batch_size,
-            learning_rate=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            warm_up=settings.warm_up,
-            validate=validate,
-            validate_every=settings.validate_every,
-            bar=bar,
-        )
-    return Trained(model, sum(p.numel() for p in model.parameters()), fitted)
+    return train_model(model, loss, validate, n, settings, "training PiT")
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from ..data import lorenz63
 from ..training import Fitted
 from . import darcy, large_grid, lorenz, plots, report
 from .machine import machine
+from .progress import progress_bar
 from .settings import Settings
 
 # Names in the report, and what the model takes.
@@ -104,7 +105,7 @@ def _test(model: lorenz.ScaledTNO, settings: Settings) -> tuple[list[dict[str, A
     rows: list[dict[str, Any]] = []
     kept: dict[str, lorenz.Evaluation] = {}
     cases = lorenz.mesh_cases(settings.intervals)
-    with lorenz.progress_bar(2 * len(cases), "testing", "mesh") as bar:
+    with progress_bar(2 * len(cases), "testing", "mesh") as bar:
         for case in cases:
             data = lorenz63(settings.test_trajectories, case.times, seed=2 * settings.seed + 1)
             mesh = lorenz.grid_of(case.times)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +11,12 @@ from torch import Tensor, nn
 from ..data import Trajectories, lorenz63, uneven_times, uniform_times
 from ..mesh import Grid
 from ..models import TNO, preset
-from ..training import Fitted, fit, relative_l2
+from ..training import relative_l2
+from .fitting import Trained, train_model
 from .machine import PeakMemory
 from .settings import Settings
 
 Weights = Literal["mesh", "equal"]
-
-
-class Trained(NamedTuple):
-    model: ScaledTNO
-    parameters: int
-    fitted: Fitted
 
 
 class MeshCase(NamedTuple):
@@ -57,14 +51,6 @@ class ScaledTNO(nn.Module):
         return self.model(u / self.scales[0], mesh, weights=weights) * self.scales[1]
 
 
-def progress_bar(total: int | None, desc: str, unit: str, bar_format: str | None = None) -> Any:
-    """A tqdm bar on stderr; in a log file it prints seldom."""
-    from tqdm import tqdm
-
-    interval = 0.2 if sys.stderr.isatty() else 15.0
-    return tqdm(total=total, desc=desc, unit=unit, mininterval=interval, bar_format=bar_format)
-
-
 def grid_of(times: Tensor) -> Grid:
     """The trapezoid rule on the times: weights in float64, then rounded."""
     return Grid(times).to(dtype=torch.float32)
@@ -84,7 +70,7 @@ def mesh_cases(intervals: int) -> list[MeshCase]:
     ]
 
 
-def train(settings: Settings) -> Trained:
+def train(settings: Settings) -> Trained[ScaledTNO]:
     """Train on dt = 2 / intervals: mean relative L2 loss (CA 39), AdamW, one-cycle learning rate.
 
     Raises:
@@ -120,21 +106,7 @@ def train(settings: Settings) -> Trained:
     def validate() -> float:
         return evaluate(model, held_out, mesh, "mesh", settings).error.median().item()
 
-    with progress_bar(settings.steps, "training", "step") as bar:
-        fitted = fit(
-            model.parameters(),
-            loss,
-            n,
-            steps=settings.steps,
-            batch_size=settings.batch_size,
-            learning_rate=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            warm_up=settings.warm_up,
-            validate=validate,
-            validate_every=settings.validate_every,
-            bar=bar,
-        )
-    return Trained(model, sum(p.numel() for p in model.parameters()), fitted)
+    return train_model(model, loss, validate, n, settings, "training")
 
 
 @torch.no_grad()

@@ -5,34 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..mesh import Grid, Mesh
+from . import _checks as shared
 
 OP = "position_attention"
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensor(name: str, value: Any, like: Tensor | None = None) -> None:
     """A dense floating-point tensor, and on the device of `like`."""
-    if not isinstance(value, Tensor):
-        hint = (
-            f"; pass its .{'weights' if name == 'weights' else 'points'}" if isinstance(value, Mesh) else ""
-        )
-        raise TypeError(f"{OP}: {name} must be a Tensor, got {type(value).__name__}{hint}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{OP}: {name} must be a dense (strided) tensor, got layout {value.layout}")
-    if not value.is_floating_point():
-        raise TypeError(f"{OP}: {name} must be a floating-point tensor, got {value.dtype}")
-    if like is not None and value.device != like.device:
-        raise ValueError(f"{OP}: {name} must be on value's device {like.device}, got {value.device}")
+    if isinstance(value, Mesh):
+        attribute = "weights" if name == "weights" else "points"
+        raise TypeError(f"{OP}: {name} must be a Tensor, got {type(value).__name__}; pass its .{attribute}")
+    shared.check_tensor(OP, name, value, like, reference="value")
+    shared.check_floating(OP, name, value)
 
 
 def check_value(value: Any) -> None:
     check_tensor("value", value)
-    if value.dtype not in DTYPES:
+    if value.dtype not in shared.DTYPES:
         raise TypeError(f"{OP}: value must be float64, float32, bfloat16 or float16, got {value.dtype}")
     if value.dim() not in (3, 4):
         raise ValueError(f"{OP}: value must have shape (B, M, C) or (B, H, M, C), got {tuple(value.shape)}")
@@ -101,19 +93,6 @@ def check_axis_weights(weights: Any, grid: Grid, value: Tensor) -> None:
             raise ValueError(f"{OP}: weights[{i}] must have shape {(size,)}, got {tuple(w.shape)}")
 
 
-def check_period(period: Any, dimension: int) -> list[float]:
-    """d numbers > 0; returns them as floats."""
-    if not isinstance(period, Sequence) or not all(isinstance(p, (int, float)) for p in period):
-        raise TypeError(f"{OP}: period must be None or a sequence of d numbers, got {period!r}")
-    if len(period) != dimension:
-        raise ValueError(
-            f"{OP}: period must have one entry for each coordinate, {dimension}, got {len(period)}"
-        )
-    if not all(p > 0 for p in period):
-        raise ValueError(f"{OP}: period must be > 0 (inf: not periodic), got {tuple(period)}")
-    return [float(p) for p in period]
-
-
 def check_radius(radius: Any, value: Tensor, queries: int) -> None:
     batch = value.shape[0]
     if isinstance(radius, Tensor):
@@ -127,13 +106,3 @@ def check_radius(radius: Any, value: Tensor, queries: int) -> None:
         raise TypeError(f"{OP}: radius must be None, a number or a Tensor, got {type(radius).__name__}")
     elif not radius >= 0:
         raise ValueError(f"{OP}: radius must be >= 0, got {radius}")
-
-
-def check_no_tangents(values: Sequence[Any]) -> None:
-    """Forward-mode derivatives would silently be zero: say so instead."""
-    for value in values:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise NotImplementedError(
-                f"{OP}: forward-mode derivatives (torch.func.jvp, jacfwd, make_dual) are not implemented; "
-                "torch.autograd.functional.jvp takes two reverse passes instead"
-            )

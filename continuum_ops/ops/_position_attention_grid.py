@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh import Grid
+from ..mesh import Grid, product_weights
 from ._grid_product import grid_product
 from ._position_attention_window import window_attention
 
@@ -85,7 +85,7 @@ def grid_attention(
     """
     axis_weights = _axis_weights(weights, key_grid, radius)
     if radius is not None:
-        flat = weights if isinstance(weights, Tensor) else _outer(axis_weights)
+        flat = weights if weights is None or isinstance(weights, Tensor) else product_weights(weights)
         out, lse = window_attention(query_grid, key_grid, value, rate, flat, radius, period)
         return (out, lse) if return_lse else out
     dtype = torch.promote_types(value.dtype, torch.float32)
@@ -164,12 +164,3 @@ def _check_axis_weight(name: str, w: Any, n: int, device: torch.device) -> None:
         raise ValueError(f"position_attention: {name} must have shape {(n,)}, got {tuple(w.shape)}")
     if w.device != device:
         raise ValueError(f"position_attention: {name} must be on key_pos's device {device}, got {w.device}")
-
-
-def _outer(axis_weights: list[Tensor] | None) -> Tensor | None:
-    if axis_weights is None:
-        return None
-    product = axis_weights[0]
-    for w in axis_weights[1:]:
-        product = (product[:, None] * w).flatten()
-    return product

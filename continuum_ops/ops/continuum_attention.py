@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import _checks as shared
 from . import _continuum_attention_autograd, _continuum_attention_cuda  # noqa: F401  (register the operators)
 from . import _continuum_attention_checks as checks
 from ._continuum_attention_chunked import accumulation_dtype
@@ -102,12 +103,11 @@ def continuum_attention(
         >>> co.continuum_attention(q, k, v, x[1]).shape
         torch.Size([2, 4, 64, 16])
     """
-    checks.check_tensor("query", query)
-    if _is_autocast(query.device.type):
-        query, key, value = (_autocast(t, query.device.type) for t in (query, key, value))
-    leads = checks.check_qkv(query, key, value)
+    shared.check_tensor(checks.OP, "query", query)
+    query, key, value = shared.autocast(query, key, value)
+    leads = shared.check_qkv(checks.OP, query, key, value)
     if forward_ad._current_level >= 0:
-        checks.check_no_tangents([query, key, value, weights, attn_mask, query_pos, key_pos, rate])
+        shared.check_no_tangents(checks.OP, [query, key, value, weights, attn_mask, query_pos, key_pos, rate])
     checks.check_numbers(dropout_p, scale, query.dtype)
     rows, keys = query.shape[-2], key.shape[-2]
     if weights is not None:
@@ -146,16 +146,6 @@ def _kernel_serves(query: Tensor, attn_mask: Tensor | None, query_pos: Tensor | 
     return query_pos is None or query_pos.dtype == accumulation_dtype(query.dtype)
 
 
-def _is_autocast(device_type: str) -> bool:
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # there is no autocast for meta
-
-
-def _autocast(tensor: Tensor, device_type: str) -> Tensor:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
-
-
 def _draw_seed(query: Tensor) -> Tensor:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=query.device)
 
@@ -186,7 +176,7 @@ def _distance_terms(
     if rate is None and radius is None:
         raise ValueError(f"{checks.OP}: rate or radius must be given with query_pos and key_pos, got neither")
     if period is not None:
-        checks.check_period(period, query_pos.shape[-1])
+        shared.check_period(checks.OP, period, query_pos.shape[-1])
     dtype = accumulation_dtype(query.dtype)
     if rate is not None:
         if isinstance(rate, (int, float)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import _checks as checks
 from . import _galerkin_attention_autograd  # noqa: F401  (registers the operators)
-from . import _galerkin_attention_checks as checks
 
 _operator = torch.ops.continuum_ops.galerkin_attention.default
 
@@ -58,18 +58,9 @@ def galerkin_attention(query: Tensor, key: Tensor, value: Tensor, weights: Tenso
 
 def linear_attention(op: str, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
     """Checks and the registered operator, for both names of q (k^T W v)."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        checks.check_tensor(op, name, tensor, like=query)
-    device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # there is no autocast for meta
-        query, key, value = (_autocast(t, device) for t in (query, key, value))
+    checks.check_tensor(op, "query", query)
+    query, key, value = checks.autocast(query, key, value)
     leads = checks.check_qkv(op, query, key, value)
     if weights is not None:
         checks.check_weights(op, weights, query, (*leads, key.shape[-2]))
     return _operator(query, key, value, weights)
-
-
-def _autocast(tensor: Tensor, device_type: str) -> Tensor:
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..mesh import Grid
+from ..mesh import Grid, product_weights
+from . import _checks as shared
 from . import _position_attention_autograd  # noqa: F401  (registers the operators)
 from . import _position_attention_checks as checks
 from . import _position_attention_grid as grids
@@ -91,24 +91,22 @@ def position_attention(
         torch.Size([8, 2, 1024, 64])
     """
     checks.check_value(value)
-    device = value.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
-        value = value.to(torch.get_autocast_dtype(device))
+    (value,) = shared.autocast(value)
     checks.check_rate(rate, value)
     given = weights  # one tensor for each axis where the grid form takes it
     if weights is not None and not isinstance(weights, Tensor) and isinstance(key_pos, Grid):
         checks.check_axis_weights(weights, key_pos, value)
-        weights = reduce(lambda a, b: (a[:, None] * b).flatten(), weights)
+        weights = product_weights(weights)
     x = query_pos.points if isinstance(query_pos, Grid) else query_pos
     y = key_pos.points if isinstance(key_pos, Grid) else key_pos
     checks.check_positions(x, y, value)
     if forward_ad._current_level >= 0:
-        checks.check_no_tangents([x, y, value, rate, weights])
+        shared.check_no_tangents(checks.OP, [x, y, value, rate, weights])
     dtype = accumulation_dtype(value.dtype)
     if radius is not None:
         checks.check_radius(radius, value, x.shape[-2])
     if period is not None:
-        period = checks.check_period(period, x.shape[-1])
+        period = shared.check_period(checks.OP, period, x.shape[-1])
     two_grids = isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
     if two_grids and grids.serves(query_pos, key_pos, given, radius=radius):
         assert isinstance(query_pos, Grid) and isinstance(key_pos, Grid)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..mesh import Mesh
+from ._checks import check_period
 
 OP = "quantile_radius"
 # Squared distances held at a time by one thread: few enough to stay in the cache, a row at least.
@@ -175,12 +176,4 @@ def _check_quantile(quantile: Any) -> None:
 
 
 def _lengths(period: Any, dimension: int) -> list[float]:
-    if period is None:
-        return [math.inf] * dimension
-    if not isinstance(period, Sequence) or not all(isinstance(p, (int, float)) for p in period):
-        raise TypeError(f"{OP}: period must be None or a sequence of d numbers, got {period!r}")
-    if len(period) != dimension or not all(p > 0 for p in period):
-        raise ValueError(
-            f"{OP}: period must be {dimension} numbers > 0 (inf: not periodic), got {tuple(period)}"
-        )
-    return [float(p) for p in period]
+    return [math.inf] * dimension if period is None else check_period(OP, period, dimension)
