@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from grid_helpers import F64, INF, axes, dense, positive
 from helpers import draw
 
 import continuum_ops as co
+from continuum_ops.mesh import product_weights
 from continuum_ops.ops._position_attention_grid import grid_attention, serves
 
 # --- the rule of the radius ----------------------------------------------------------------------
@@ -248,3 +250,26 @@ def test_bad_rate_and_radius(radius):
         for bad in (-1.0, math.nan, torch.tensor([0.5] * 19 + [-0.1])):
             with pytest.raises(ValueError, match="radius must be >= 0 and not NaN"):
                 grid_attention(grid, grid, value, torch.ones(1), radius=bad)
+
+
+# --- which form serves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point_kernel", [True, False])
+@pytest.mark.parametrize("radius", [None, 0.4])
+def test_the_public_function_chooses_a_form_and_gives_the_formula(monkeypatch, radius, point_kernel):
+    """Windows only without the point kernel, products of axis matrices with it too; weights in each form."""
+    module = importlib.import_module("continuum_ops.ops.position_attention")
+    monkeypatch.setattr(module, "_POINT_KERNEL", point_kernel)
+    used = []
+    monkeypatch.setattr(
+        module.grids, "grid_attention", lambda *a, **k: (used.append(1), grid_attention(*a, **k))[1]
+    )
+    query, key = co.Grid(*axes((4, 6), 1)), co.Grid(*axes((5, 3), 2))
+    value, rate = draw((2, 15, 3), F64, 3), torch.tensor([1.0, 30.0], dtype=F64)
+    weights = positive((5, 3), 4)
+    out, lse = co.position_attention(query, key, value, rate, weights, radius=radius, return_lse=True)
+    expected = dense(query.points, key.points, value[:, None], rate, product_weights(weights), radius=radius)
+    for actual, true in zip((out, lse), expected, strict=True):
+        np.testing.assert_allclose(actual, true.astype(float), rtol=1e-12, atol=1e-12)
+    assert bool(used) == (radius is None or not point_kernel)

