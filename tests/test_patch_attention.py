@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import patch_helpers
@@ -98,13 +99,19 @@ def test_drawn_shapes_and_strides(axes, counts, patch, d, dv, heads, dtype, layo
             back = (0, *range(3, t.dim()), 1, 2)
             return t.permute(order).contiguous().permute(back)
         if layout == "sliced":  # what lies around is NaN
-            wide = torch.full((t.shape[0], t.shape[1] + 2, *t.shape[2:-1], 2 * t.shape[-1] + 1), math.nan, dtype=t.dtype)
+            wide = torch.full(
+                (t.shape[0], t.shape[1] + 2, *t.shape[2:-1], 2 * t.shape[-1] + 1), math.nan, dtype=t.dtype
+            )
             wide[:, 1:-1, ..., 1::2] = t
             return wide[:, 1:-1, ..., 1::2]
         return t
 
     tensors = scene(tuple(grid), tuple(kgrid), heads=heads, d=d, dv=dv, dtype=dtype, weights=weights)
-    check([None if t is None else place(t) if i < 3 else t for i, t in enumerate(tensors)], list(sizes), scale=0.2)
+    check(
+        [None if t is None else place(t) if i < 3 else t for i, t in enumerate(tensors)],
+        list(sizes),
+        scale=0.2,
+    )
 
 
 @WEIGHTS
@@ -120,7 +127,9 @@ def test_reference(weights, grid, kgrid, patch):
 
 
 @pytest.mark.parametrize("weights", ["none", "grid", "batch", "axis"])
-@pytest.mark.parametrize("grid, kgrid, patch", [((4,), (6,), 2), ((2, 4), (4, 2), (2, 1)), ((2, 2, 2), (2, 2, 4), 2)])
+@pytest.mark.parametrize(
+    "grid, kgrid, patch", [((4,), (6,), 2), ((2, 4), (4, 2), (2, 1)), ((2, 2, 2), (2, 2, 4), 2)]
+)
 def test_derivatives(weights, grid, kgrid, patch):
     tensors = scene(grid, kgrid, d=2, dv=1, dtype=torch.float64, weights=weights)
     leaves = [t.requires_grad_() for t in tensors if t is not None]
@@ -187,5 +196,5 @@ def test_finer_patches_converge():
 
     fine = output(4096)
     errors = [(output(n) - fine).abs().max().item() for n in (16, 32, 64, 128)]
-    for coarse, finer in zip(errors, errors[1:], strict=False):
+    for coarse, finer in itertools.pairwise(errors):
         assert finer < 0.55 * coarse
