@@ -13,7 +13,7 @@ constexpr int64_t DEPTH = 128;       // points x channels that are packed togeth
 constexpr int64_t SPACING = DEPTH + 16;  // of packed rows: no multiple of a page's fraction
 constexpr int64_t COLUMN_BLOCK = 192;
 constexpr int64_t MIX_DEPTH = 256;
-constexpr int64_t AHEAD = 4;  // patches whose points are fetched in advance: a patch is a short run in each of many pages
+constexpr int64_t AHEAD = 10;  // patches whose points are fetched in advance: a patch is a short run in each of many pages
 constexpr double LOG2E = 1.4426950408889634074;
 
 template <class T> struct Tiles {

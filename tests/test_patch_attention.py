@@ -61,13 +61,10 @@ def test_many_patches_one_patch_and_patches_of_one_point(path_of_patches, grid, 
     check(scene(grid, batch=1, d=16, weights="grid"), patch, scale=0.3)
 
 
-@ALL_DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_several_blocks_of_queries_sum_into_keys(dtype):
-    """2209 x 2209 scores of a head are beyond what is held at once: three blocks, samples one by one."""
-    tensors = scene((47, 47), batch=2, heads=1, d=2, dtype=dtype)
-    true = scene((47, 47), batch=2, heads=1, d=2, dtype=dtype)
-    result = check(tensors, 1, scale=0.5)
-    assert result["key"].shape == true[1].shape
+    """2209 x 2209 scores are beyond what is held at once."""
+    check(scene((47, 47), batch=1, heads=1, d=2, dtype=dtype), 1, scale=0.5)
 
 
 @pytest.mark.parametrize(
