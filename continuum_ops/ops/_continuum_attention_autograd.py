@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import warn_without_extension
 from . import _continuum_attention_chunked as chunked
+from . import _direct as direct
 from ._continuum_attention_chunked import Inputs, accumulation_dtype
 from ._library import LIBRARY
 
@@ -45,6 +46,8 @@ def _or_empty(grad: Tensor | None, query: Tensor) -> Tensor:
     return query.new_empty(0, dtype=accumulation_dtype(query.dtype)) if grad is None else grad
 
 
+_forward_op = torch.ops.continuum_ops.continuum_attention_forward.default
+_backward_op = torch.ops.continuum_ops.continuum_attention_backward.default
 LIBRARY.impl("continuum_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("continuum_attention_backward", _backward, "CompositeExplicitAutograd")
 
@@ -89,8 +92,10 @@ def _derivative(
     query, key, value, weights, query_pos, key_pos, rate = (
         grad if needs[place] else None
         for grad, place in zip(
-            torch.ops.continuum_ops.continuum_attention_backward(
-                grad_out, grad_lse, *tensors, *ctx.options, needs[3], needs[5] or needs[6], needs[7]
+            direct.call(
+                _backward_op,
+                *(grad_out, grad_lse, *tensors, *ctx.options),
+                *(needs[3], needs[5] or needs[6], needs[7]),
             ),
             PLACES,
             strict=True,
@@ -102,6 +107,37 @@ def _derivative(
 torch.library.register_autograd(
     "continuum_ops::continuum_attention_forward", _derivative, setup_context=_setup, lib=LIBRARY
 )
+
+_ABSENT = (None,) * 7  # attn_mask to period
+
+
+class Plain(torch.autograd.Function):
+    """The same derivative for what most calls have, without what the registration does for every transform."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Tensor | None,
+        scale: float,
+        is_causal: bool,
+    ) -> Tensor:
+        with direct.below_autograd():
+            out, _, stats = _forward_op(query, key, value, weights, *_ABSENT, scale, 0.0, is_causal)
+        ctx.save_for_backward(query, key, value, weights, out, stats)
+        ctx.options = (scale, is_causal)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weights, out, stats = ctx.saved_tensors
+        scale, is_causal = ctx.options
+        needed = ctx.needs_input_grad[3]
+        inputs = (query, key, value, weights, *_ABSENT[:-1], out, stats, None, scale, 0.0, is_causal)
+        grads = direct.call(_backward_op, grad_out, None, *inputs, needed, False, False)
+        return (*grads[:3], grads[3] if needed else None, None, None)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
