@@ -21,11 +21,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& ke
   const ContinuumAttentionKernels& kernels = continuum_attention_kernels();
   std::vector<int64_t> shape = sizes_of(query, query.dim() - 1);
   const ScalarType acc = accumulation_type(a.dtype);
-  Tensor lse = torch::stable::new_empty(query, shape, acc);
+  Tensor lse = new_tensor(shape, acc);
   shape.push_back(2);
-  Tensor stats = torch::stable::new_empty(query, shape, acc);
+  Tensor stats = new_tensor(shape, acc);
   shape.back() = a.dv;
-  Tensor out = torch::stable::new_empty(query, shape);
+  Tensor out = new_tensor(shape, query.scalar_type());
   const AttentionOutput o{out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()};
 
   const int64_t block = a.dtype == DType::float64 ? kernels.query_block_double : kernels.query_block_float;
@@ -206,16 +206,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const AttentionProblem& a = problem.a;
   STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
   const ScalarType acc = accumulation_type(a.dtype);
-  auto zeros = [&](const Tensor& like) { return torch::stable::new_zeros(query, sizes_of(like, like.dim()), acc); };
-  Tensor grad_query = torch::stable::new_empty(query, sizes_of(query, query.dim()), acc);
+  auto zeros = [&](const Tensor& like) { return new_cleared(query, sizes_of(like, like.dim()), acc); };
+  Tensor grad_query = new_tensor(sizes_of(query, query.dim()), acc);
   Tensor grad_key = zeros(key), grad_value = zeros(value);
   weights_grad &= weights.has_value();
-  Tensor grad_weights = weights_grad ? zeros(*weights) : torch::stable::new_empty(query, {0}, acc);
+  Tensor grad_weights = weights_grad ? zeros(*weights) : new_tensor({0}, acc);
   std::optional<Tensor> grad_lse_rows;
   if (grad_lse) grad_lse_rows = torch::stable::contiguous(*grad_lse);
   // Positions and rate are shared by leads: each lead has its own sums, which are then added.
   const bool term_grad = rate.has_value();
-  auto none = [&] { return torch::stable::new_empty(query, {0}, acc); };
+  auto none = [&] { return new_tensor({0}, acc); };
   positions_grad &= query_pos.has_value(), rate_grad &= term_grad;
   Tensor grad_query_pos = positions_grad ? zeros(*query_pos) : none(), grad_key_pos = positions_grad ? zeros(*key_pos) : none();
   Tensor grad_rate = rate_grad ? zeros(*rate) : none();

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "continuum_attention.h"
+#include "galerkin_attention.h"
 #include "position_attention.h"
 
 namespace continuum_ops {
@@ -15,5 +16,6 @@ void set_isa(const std::string& name);  // throws std::invalid_argument
 
 const ContinuumAttentionKernels& continuum_attention_kernels();
 const PositionAttentionKernels& position_attention_kernels();
+const GalerkinAttentionKernels& galerkin_attention_kernels();
 
 }  // namespace continuum_ops

@@ -24,6 +24,7 @@ _autocast_enabled = torch.is_autocast_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 _STRIDED = torch.strided
+WIDE = frozenset((torch.float32, torch.float64))  # dtypes that need no conversion
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 

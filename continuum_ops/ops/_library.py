@@ -94,5 +94,15 @@ LIBRARY.define(f"window_attention_backward(Tensor grad_out, Tensor grad_lse, {_W
 # Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
+# The same product in one kernel of the CPU, float32 or float64, leading dimensions and dtypes equal; its
+# derivative is galerkin_attention's. grad_weights has shape (0,) if it is not wanted.
+LIBRARY.define(
+    "galerkin_attention_small(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor"
+)
+LIBRARY.define(
+    "galerkin_attention_small_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor? weights, bool weights_grad) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
+)
 
 extension()  # imports the kernels, whose registrations need the schemas above

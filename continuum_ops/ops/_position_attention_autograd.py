@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import warn_without_extension
+from . import _direct as direct
 from . import _position_attention_chunked as chunked
 from . import _position_attention_cuda
 from ._library import LIBRARY
@@ -49,6 +50,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     return tuple(_or_empty(g, x.value) for g in chunked.backward(x, grad_out, grad_lse, needs))
 
 
+forward_op = _ops.position_attention_forward.default
+_backward_op = _ops.position_attention_backward.default
 LIBRARY.impl("position_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("position_attention_backward", _backward, "CompositeExplicitAutograd")
 _position_attention_cuda.register(_forward, _backward)
@@ -84,7 +87,8 @@ def _derivative(
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
     needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    grads = _ops.position_attention_backward(
+    grads = direct.call(
+        _backward_op,
         grad_out,
         grad_lse,
         query_pos,
@@ -105,6 +109,40 @@ def _derivative(
 torch.library.register_autograd(
     "continuum_ops::position_attention_forward", _derivative, setup_context=_setup, lib=LIBRARY
 )
+
+
+class Plain(torch.autograd.Function):
+    """The same derivative for points shared by the batch, without what the registration does for every
+    transform: query_pos (N, d), key_pos (M, d), value (B, M, C) or (B, H, M, C), rate (H,), weights (M,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        inputs = with_batch(query_pos, key_pos, value, rate, weights)
+        with direct.below_autograd():
+            out, lse, stats = forward_op(*inputs, None, None)
+        ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, lse, stats)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *given, out, lse, stats = ctx.saved_tensors
+        needs, inputs = list(ctx.needs_input_grad), with_batch(*given)
+        grads = direct.call(_backward_op, grad_out, None, *inputs, out, lse, stats, None, None, needs)
+        return tuple(
+            (g if g.dim() == t.dim() else g.squeeze(0 if t.dim() < 3 else 1)) if need else None
+            for g, t, need in zip(grads, given, needs, strict=True)
+        )
+
+
+def with_batch(
+    query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The arguments of Plain as the operator takes them."""
+    value = value if value.dim() == 4 else value.unsqueeze(1)
+    weights = None if weights is None else weights.unsqueeze(0)
+    return query_pos.unsqueeze(0), key_pos.unsqueeze(0), value, rate, weights
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

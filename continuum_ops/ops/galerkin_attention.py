@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import _checks as checks
-from . import _galerkin_attention_autograd  # noqa: F401  (registers the operators)
+from . import _direct as direct
+from ._galerkin_attention_autograd import Small
 
 _operator = torch.ops.continuum_ops.galerkin_attention.default
+_small = torch.ops.continuum_ops.galerkin_attention_small.default
+
+# Up to so many multiplications, and rows in a sum, one kernel is faster than the calls of BLAS.
+SMALL_PRODUCTS, SMALL_ROWS = 2**18, 512
 
 
 def galerkin_attention(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -58,9 +65,36 @@ def galerkin_attention(query: Tensor, key: Tensor, value: Tensor, weights: Tenso
 
 def linear_attention(op: str, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
     """Checks and the registered operator, for both names of q (k^T W v)."""
+    out = _small_attention(query, key, value, weights)
+    if out is not None:
+        return out
     checks.check_tensor(op, "query", query)
     query, key, value = checks.autocast(query, key, value)
     leads = checks.check_qkv(op, query, key, value)
     if weights is not None:
         checks.check_weights(op, weights, query, (*leads, key.shape[-2]))
     return _operator(query, key, value, weights)
+
+
+def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor | None:
+    """The kernel's own answer for small problems; None where it refuses, or something has to be prepared."""
+    tensors = (query, key, value) if weights is None else (query, key, value, weights)
+    if not direct.KERNELS or direct.intercepted() or not all(map(direct.plain, tensors)):
+        return None
+    try:
+        *leads, keys, _ = key.shape
+        rows, products = query.shape[-2], (query.numel() + key.numel()) * value.shape[-1]
+        if products > SMALL_PRODUCTS or rows > SMALL_ROWS or keys > SMALL_ROWS:
+            return None
+        if list(query.shape[:-2]) != leads or list(value.shape[:-2]) != leads:
+            return None
+        if query.dtype not in direct.WIDE or (weights is not None and weights.dtype is not query.dtype):
+            return None
+        if weights is not None:
+            weights = weights.expand(*leads, keys)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return direct.apply(Small, query, key, value, weights)
+        with direct.below_autograd():
+            return _small(query, key, value, weights)
+    except Exception:  # the checks of the ordinary way say what is wrong
+        return None

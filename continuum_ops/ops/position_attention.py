@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends import extension
 from ..mesh import Grid, product_weights
 from . import _checks as shared
-from . import _position_attention_autograd  # noqa: F401  (registers the operators)
+from . import _direct as direct
 from . import _position_attention_checks as checks
 from . import _position_attention_grid as grids
 from ._continuum_attention_chunked import accumulation_dtype
-
-_ops = torch.ops.continuum_ops
-
-_POINT_KERNEL = extension()[0] is not None
+from ._position_attention_autograd import Plain, forward_op, with_batch
 
 
 def position_attention(
@@ -93,6 +89,10 @@ def position_attention(
         >>> co.position_attention(x, x, v, rate, x.axis_weights).shape
         torch.Size([8, 2, 1024, 64])
     """
+    if radius is period is None and not return_lse:
+        plain = _plain(query_pos, key_pos, value, rate, weights)
+        if plain is not None:
+            return plain
     checks.check_value(value)
     (value,) = shared.autocast(value)
     checks.check_rate(rate, value)
@@ -111,7 +111,7 @@ def position_attention(
     if period is not None:
         period = shared.check_period(checks.OP, period, x.shape[-1])
     # Within a radius the point kernel skips what is out of reach and is about three times as fast as windows.
-    point_kernel = radius is not None and _POINT_KERNEL and value.device.type == "cpu"
+    point_kernel = radius is not None and direct.KERNELS and value.device.type == "cpu"
     two_grids = isinstance(query_pos, Grid) and isinstance(key_pos, Grid) and not point_kernel
     if two_grids and grids.serves(query_pos, key_pos, given, radius=radius):
         assert isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
@@ -129,8 +129,28 @@ def position_attention(
     return (out, lse.expand(out.shape[:-1])) if return_lse else out
 
 
+def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) -> Tensor | None:
+    """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
+    tensors = (query_pos, key_pos, value, rate) if weights is None else (query_pos, key_pos, value, rate, weights)
+    if not direct.KERNELS or direct.intercepted() or not all(map(direct.plain, tensors)):
+        return None
+    try:
+        if query_pos.dim() != 2 or key_pos.dim() != 2 or value.dim() not in (3, 4):
+            return None
+        if not query_pos.dtype is key_pos.dtype is rate.dtype:
+            return None
+        if weights is not None and (weights.dim() != 1 or weights.dtype is not rate.dtype):
+            return None
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return direct.apply(Plain, query_pos, key_pos, value, rate, weights)
+        with direct.below_autograd():
+            return forward_op(*with_batch(query_pos, key_pos, value, rate, weights), None, None)[0]
+    except Exception:  # the checks of the ordinary way say what is wrong
+        return None
+
+
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
-    out, lse, _ = _ops.position_attention_forward(*args)
+    out, lse, _ = forward_op(*args)
     return out, lse
 
 
