@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -39,6 +41,34 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& ke
     kernels.forward(a, o, t / strips, begin, std::min(begin + strip, blocks), scratch);
   });
   return {out, lse, stats};
+}
+
+// As users pass them: leading dimensions that broadcast, no scale for 1 / sqrt(d).
+std::tuple<Tensor, Tensor> plain(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
+                                 std::optional<double> scale, bool is_causal) {
+  const int64_t dims = std::max({query.dim(), key.dim(), value.dim()});
+  STD_TORCH_CHECK(std::min({query.dim(), key.dim(), value.dim()}) >= 2, "query, key, value: at least 2 dimensions");
+  std::vector<int64_t> leads(dims - 2, 1);
+  for (const Tensor* t : {&query, &key, &value}) {
+    for (int64_t i = 0, missing = dims - t->dim(); i < t->dim() - 2; ++i) {
+      if (t->size(i) != 1) leads[i + missing] = t->size(i);  // expanded() compares them
+    }
+  }
+  auto full = [&](const Tensor& t) {
+    std::vector<int64_t> sizes = leads;
+    sizes.push_back(t.size(t.dim() - 2)), sizes.push_back(t.size(t.dim() - 1));
+    return expanded(t, sizes);
+  };
+  if (weights) {
+    std::vector<int64_t> sizes = leads;
+    sizes.push_back(key.size(key.dim() - 2));
+    weights = expanded(*weights, sizes);
+  }
+  const int64_t d = query.size(query.dim() - 1);
+  const double factor = scale ? *scale : d > 0 ? 1 / std::sqrt(double(d)) : 1;
+  auto [out, lse, stats] = forward(full(query), full(key), full(value), weights, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
+                                   std::nullopt, std::nullopt, std::nullopt, factor, 0, is_causal);
+  return {out, stats};
 }
 
 // d / d w_k = (d / d log w_k) / w_k, and 0 where the key does not exist.
@@ -256,5 +286,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
 STABLE_TORCH_LIBRARY_IMPL(continuum_ops, CPU, m) {
   m.impl("continuum_attention_forward", TORCH_BOX(&continuum_ops::forward));
+  m.impl("continuum_attention_plain", TORCH_BOX(&continuum_ops::plain));
   m.impl("continuum_attention_backward", TORCH_BOX(&continuum_ops::backward));
 }

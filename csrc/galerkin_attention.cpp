@@ -21,10 +21,10 @@ struct Problem {
   ScalarType type;
   std::vector<int64_t> shape, query, key, value, weights;  // shape of the leads; offsets
   const Tensor &q, &k, &v;
-  const std::optional<Tensor>& w;
+  std::optional<Tensor> w;  // expanded to (*L, M)
 
-  Problem(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& w)
-      : type(q.scalar_type()), q(q), k(k), v(v), w(w) {
+  Problem(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& given)
+      : type(q.scalar_type()), q(q), k(k), v(v) {
     const int64_t dims = q.dim();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, "query: float32 or float64");
     STD_TORCH_CHECK(dims >= 2 && k.dim() == dims && v.dim() == dims && k.scalar_type() == type && v.scalar_type() == type,
@@ -33,8 +33,11 @@ struct Problem {
     STD_TORCH_CHECK(k.size(dims - 1) == p.d && v.size(dims - 2) == p.m, "key: (*L, M, D), value: (*L, M, Dv)");
     shape = sizes_of(q, dims - 2);
     query = lead_offsets(q, 2, shape), key = lead_offsets(k, 2, shape), value = lead_offsets(v, 2, shape);
-    if (!w) return;
-    STD_TORCH_CHECK(w->scalar_type() == type && w->dim() == dims - 1 && w->size(dims - 2) == p.m, "weights: (*L, M), query's dtype");
+    if (!given) return;
+    STD_TORCH_CHECK(given->scalar_type() == type, "weights: query's dtype");
+    std::vector<int64_t> rows = shape;
+    rows.push_back(p.m);
+    w = expanded(*given, rows);
     weights = lead_offsets(*w, 1, shape);
     p.wide ? check_weights<double>() : check_weights<float>();
   }
@@ -97,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
   const std::vector<int64_t> offsets = lead_offsets(grad_out, 2, problem.shape);
   weights_grad &= weights.has_value();
   auto like = [&](const Tensor& t) { return new_tensor(sizes_of(t, t.dim()), problem.type); };
-  Tensor grads[4] = {like(query), like(key), like(value), weights_grad ? like(*weights) : new_tensor({0}, problem.type)};
+  Tensor grads[4] = {like(query), like(key), like(value), weights_grad ? like(*problem.w) : new_tensor({0}, problem.type)};
   void* to[4];
   for (int i = 0; i < 4; ++i) to[i] = grads[i].mutable_data_ptr();
   run_tasks(problem.leads(), 3 * problem.work(), kernels.scratch_bytes(p), [&](int64_t i, void* scratch) {

@@ -441,12 +441,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   return {grads[0], grads[1], finished(grad_value, x.value), grads[2], grads[3]};
 }
 
+// (B, M, C) as (B, 1, M, C).
+Tensor with_head(const Tensor& t) {
+  const std::vector<int64_t> sizes{t.size(0), 1, t.size(1), t.size(2)}, strides{t.stride(0), 0, t.stride(1), t.stride(2)};
+  return viewed(t, sizes, strides);
+}
+
 using Period = std::optional<std::vector<double>>;
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
                                               std::optional<Tensor> weights, std::optional<Tensor> radius, Period period) {
   const Arguments x{query_pos, key_pos, value, rate, weights, radius, period};
   return value.scalar_type() == ScalarType::Double ? forward<double>(x) : forward<float>(x);
+}
+
+// As users pass them where the batch shares the points: (N, d), (M, d), (B, M, C) or (B, H, M, C), (H,), (M,).
+std::tuple<Tensor, Tensor, Tensor> plain(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+                                         std::optional<Tensor> weights) {
+  STD_TORCH_CHECK(query_pos.dim() == 2 && key_pos.dim() == 2 && (value.dim() == 3 || value.dim() == 4) && (!weights || weights->dim() == 1),
+                  "query_pos: (N, d), key_pos: (M, d), value: (B, M, C) or (B, H, M, C), weights: (M,)");
+  auto batched_points = [](const Tensor& t) { return expanded(t, {1, t.size(0), t.size(1)}); };
+  if (weights) weights = expanded(*weights, {1, weights->size(0)});
+  auto call = [&](const Tensor& heads) {
+    return forward_op(batched_points(query_pos), batched_points(key_pos), heads, rate, weights, std::nullopt, std::nullopt);
+  };
+  return value.dim() == 4 ? call(value) : call(with_head(value));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse,
@@ -464,5 +483,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& gra
 
 STABLE_TORCH_LIBRARY_IMPL(continuum_ops, CPU, m) {
   m.impl("position_attention_forward", TORCH_BOX(&continuum_ops::forward_op));
+  m.impl("position_attention_plain", TORCH_BOX(&continuum_ops::plain));
   m.impl("position_attention_backward", TORCH_BOX(&continuum_ops::backward_op));
 }

@@ -54,7 +54,28 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type) {
   return Tensor(handle);
 }
 
-// The same, cleared; float or double.
+inline Tensor viewed(const Tensor& t, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  int64_t offset = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), int64_t(sizes.size()), sizes.data(), strides.data(), offset, &handle));
+  return Tensor(handle);
+}
+
+// A view with the sizes given: an axis that t has not, or has once, is repeated.
+inline Tensor expanded(const Tensor& t, const std::vector<int64_t>& sizes) {
+  const int64_t dims = int64_t(sizes.size()), missing = dims - t.dim();
+  STD_TORCH_CHECK(missing >= 0, "more dimensions than it must broadcast to");
+  std::vector<int64_t> strides(sizes.size(), 0);
+  for (int64_t i = missing; i < dims; ++i) {
+    STD_TORCH_CHECK(t.size(i - missing) == sizes[i] || t.size(i - missing) == 1, "sizes that do not broadcast");
+    if (t.size(i - missing) == sizes[i]) strides[i] = t.stride(i - missing);
+  }
+  return viewed(t, sizes, strides);
+}
+
+// A contiguous CPU tensor of zeros, float or double.
 inline Tensor new_cleared(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   int64_t bytes = type == ScalarType::Double ? 8 : 4;
   for (const int64_t s : sizes) bytes *= s;

@@ -1,8 +1,8 @@
-"""Short cuts of calls on plain CPU tensors, where the arithmetic of a small problem takes less than its checks.
+"""Short cuts for plain CPU tensors, whose small problems take less time than the checks of their arguments.
 
-The operators' C++ kernels check everything they rely on. A public function may therefore call one first and make
-its own checks, which say what is wrong in the user's terms, only if the kernel refuses. What intercepts calls
-(torch.compile, functorch, forward mode, autocast, tracing, subclasses) takes the ordinary way.
+The C++ kernels check everything they rely on. So a public function may call one first, and make its own checks,
+which say what is wrong in the user's terms, if the kernel refuses. What intercepts calls (torch.compile,
+functorch, forward mode, autocast, tracing, subclasses) takes the ordinary way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.autograd import forward_ad
 from ..backends import extension
 
 KERNELS = extension()[0] is not None
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+WIDE = frozenset((torch.float32, torch.float64))  # dtypes that are computed in
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -23,17 +25,6 @@ _tracing_state = torch._C._get_tracing_state
 _autocast_enabled = torch.is_autocast_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
-_STRIDED = torch.strided
-WIDE = frozenset((torch.float32, torch.float64))  # dtypes that need no conversion
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
-
-def call(op: Any, *args: Any) -> Any:
-    """op(*args), a derivative's own operator: without its autograd where no derivative of it is recorded."""
-    if _grad_enabled() or intercepted():
-        return op(*args)
-    with below_autograd():
-        return op(*args)
 
 
 def intercepted() -> bool:
@@ -47,11 +38,34 @@ def intercepted() -> bool:
     )
 
 
-def plain(tensor: Any) -> bool:
-    """A dense CPU tensor of no subclass."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is _STRIDED
+def intercepts(first: Any, *others: Any) -> bool:
+    """Whether a call with these is anything but plain: of subclasses, on another device, or intercepted."""
+    if not KERNELS or type(first) not in PLAIN or not first.is_cpu:
+        return True
+    for tensor in others:  # those on another device are refused by operators that exist on the CPU alone
+        if type(tensor) not in PLAIN:
+            return True
+    return intercepted()
+
+
+def records_gradients(*tensors: Any) -> bool:
+    """Whether the derivative will be asked for."""
+    if not _grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """function.apply(*args) where nothing intercepts, which Function.apply would look for once more."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def call(op: Any, *args: Any) -> Any:
+    """op(*args), a derivative's own operator: without its autograd where no derivative of it is recorded."""
+    if _grad_enabled() or intercepted():
+        return op(*args)
+    with below_autograd():
+        return op(*args)

@@ -63,7 +63,7 @@ class Small(torch.autograd.Function):
             query, key, value, weights = _ops.galerkin_attention_small_backward.default(
                 grad_out, *inputs, needed[3]
             )
-        return query, key, value, weights if needed[3] else None
+        return query, key, value, weights.sum_to_size(inputs[3].shape) if needed[3] else None
 
 
 def _vector_jacobian(
@@ -116,7 +116,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tens
 def _(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, weights_grad: bool
 ) -> tuple[Tensor, ...]:
-    grad_weights = query.new_empty(weights.shape if weights is not None and weights_grad else 0)
+    grad_weights = query.new_empty(key.shape[:-1] if weights is not None and weights_grad else 0)
     return (*(t.new_empty(t.shape) for t in (query, key, value)), grad_weights)
 
 

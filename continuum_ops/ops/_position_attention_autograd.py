@@ -51,6 +51,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 forward_op = _ops.position_attention_forward.default
+plain_op = _ops.position_attention_plain.default
 _backward_op = _ops.position_attention_backward.default
 LIBRARY.impl("position_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("position_attention_backward", _backward, "CompositeExplicitAutograd")
@@ -62,6 +63,13 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Inputs(*args)
     rows = x.rows()
     return x.value.new_empty(x.out_shape()), x.rate.new_empty(rows), x.rate.new_empty((*rows, 2))
+
+
+@torch.library.register_fake("continuum_ops::position_attention_plain", lib=LIBRARY)
+def _(query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None) -> Any:
+    rows = (rate.shape[0], query_pos.shape[0])
+    out = value.new_empty((value.shape[0], *rows, value.shape[-1]))
+    return out, rate.new_empty((1, *rows)), rate.new_empty((1, *rows, 2))
 
 
 @torch.library.register_fake("continuum_ops::position_attention_backward", lib=LIBRARY)
@@ -119,30 +127,24 @@ class Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
     ) -> Tensor:
-        inputs = with_batch(query_pos, key_pos, value, rate, weights)
         with direct.below_autograd():
-            out, lse, stats = forward_op(*inputs, None, None)
+            out, lse, stats = plain_op(query_pos, key_pos, value, rate, weights)
         ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, lse, stats)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         *given, out, lse, stats = ctx.saved_tensors
-        needs, inputs = list(ctx.needs_input_grad), with_batch(*given)
+        query_pos, key_pos, value, rate, weights = given
+        needs = list(ctx.needs_input_grad)
+        value = value if value.dim() == 4 else value.unsqueeze(1)
+        weights = None if weights is None else weights.unsqueeze(0)
+        inputs = (query_pos.unsqueeze(0), key_pos.unsqueeze(0), value, rate, weights)
         grads = direct.call(_backward_op, grad_out, None, *inputs, out, lse, stats, None, None, needs)
         return tuple(
             (g if g.dim() == t.dim() else g.squeeze(0 if t.dim() < 3 else 1)) if need else None
             for g, t, need in zip(grads, given, needs, strict=True)
         )
-
-
-def with_batch(
-    query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of Plain as the operator takes them."""
-    value = value if value.dim() == 4 else value.unsqueeze(1)
-    weights = None if weights is None else weights.unsqueeze(0)
-    return query_pos.unsqueeze(0), key_pos.unsqueeze(0), value, rate, weights
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _checks as shared
-from . import _continuum_attention_autograd, _continuum_attention_cuda  # noqa: F401  (register the operators)
+from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
 from . import _continuum_attention_checks as checks
 from . import _direct as direct
-from ._continuum_attention_autograd import Plain
+from ._continuum_attention_autograd import Plain, forward_op, plain_op
 from ._continuum_attention_chunked import accumulation_dtype
 
 _ops = torch.ops.continuum_ops
-_forward = torch.ops.continuum_ops.continuum_attention_forward.default
-_ABSENT = (None,) * 7  # attn_mask to period
 
 
 def continuum_attention(
@@ -108,8 +106,13 @@ def continuum_attention(
         >>> co.continuum_attention(q, k, v, x[1]).shape
         torch.Size([2, 4, 64, 16])
     """
-    if attn_mask is query_pos is key_pos is rate is period is radius is None and not return_lse:
-        out = _plain(query, key, value, weights, dropout_p, is_causal, scale)
+    if (
+        attn_mask is query_pos is key_pos is rate is period is radius is None
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and not return_lse
+    ):
+        out = _plain(query, key, value, weights, scale, is_causal)
         if out is not None:
             return out
     shared.check_tensor(checks.OP, "query", query)
@@ -142,38 +145,26 @@ def continuum_attention(
         attn_mask = attn_mask.expand(*leads, rows, keys) if serves else _with_leads(attn_mask, leads, 2)
     inputs = (query, key, value, weights, attn_mask, query_pos, key_pos, rate, radius, seed, period, *options)
     if serves:
-        out, lse, _ = _forward(*inputs)
+        out, lse, _ = forward_op(*inputs)
     else:
         out, lse = _ops.continuum_attention_chunked(*inputs)
     return (out, lse) if return_lse else out
 
 
-def _plain(
-    query: Any, key: Any, value: Any, weights: Any, dropout_p: Any, is_causal: Any, scale: Any
-) -> Tensor | None:
+def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal: Any) -> Tensor | None:
     """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
-    tensors = (query, key, value) if weights is None else (query, key, value, weights)
-    if not (
-        direct.KERNELS
-        and all(map(direct.plain, tensors))
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and (scale is None or (type(scale) is float and abs(scale) <= 1e38))
-        and not direct.intercepted()
+    if (
+        direct.intercepts(query, key, value)
+        or (scale is not None and not (type(scale) is float and abs(scale) <= 1e38))
+        or (weights is not None and (type(weights) not in direct.PLAIN or weights.dtype is not query.dtype))
     ):
         return None
+    arguments = (query, key, value, weights, scale, bool(is_causal))
     try:
-        *leads, keys, _ = key.shape
-        if list(query.shape[:-2]) != leads or list(value.shape[:-2]) != leads:
-            return None
-        if scale is None:
-            scale = 1.0 / math.sqrt(query.shape[-1])
-        if weights is not None:
-            weights = weights.expand(*leads, keys)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return direct.apply(Plain, query, key, value, weights, scale, bool(is_causal))
+        if direct.records_gradients(query, key, value, weights):
+            return direct.apply(Plain, *arguments)
         with direct.below_autograd():
-            return _forward(query, key, value, weights, *_ABSENT, scale, 0.0, bool(is_causal))[0]
+            return plain_op(*arguments)[0]
     except Exception:  # the checks of the ordinary way say what is wrong
         return None
 

@@ -78,21 +78,18 @@ def linear_attention(op: str, query: Tensor, key: Tensor, value: Tensor, weights
 
 def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor | None:
     """The kernel's own answer for small problems; None where it refuses, or something has to be prepared."""
-    tensors = (query, key, value) if weights is None else (query, key, value, weights)
-    if not direct.KERNELS or direct.intercepted() or not all(map(direct.plain, tensors)):
+    if direct.intercepts(query, key, value) or not (weights is None or type(weights) in direct.PLAIN):
         return None
     try:
         *leads, keys, _ = key.shape
-        rows, products = query.shape[-2], (query.numel() + key.numel()) * value.shape[-1]
-        if products > SMALL_PRODUCTS or rows > SMALL_ROWS or keys > SMALL_ROWS:
+        *others, rows, _ = query.shape
+        if leads != others or list(value.shape[:-2]) != leads or rows > SMALL_ROWS or keys > SMALL_ROWS:
             return None
-        if list(query.shape[:-2]) != leads or list(value.shape[:-2]) != leads:
+        if (query.numel() + key.numel()) * value.shape[-1] > SMALL_PRODUCTS:
             return None
         if query.dtype not in direct.WIDE or (weights is not None and weights.dtype is not query.dtype):
             return None
-        if weights is not None:
-            weights = weights.expand(*leads, keys)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if direct.records_gradients(query, key, value, weights):
             return direct.apply(Small, query, key, value, weights)
         with direct.below_autograd():
             return _small(query, key, value, weights)

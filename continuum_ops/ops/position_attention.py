@@ -15,7 +15,7 @@ from . import _direct as direct
 from . import _position_attention_checks as checks
 from . import _position_attention_grid as grids
 from ._continuum_attention_chunked import accumulation_dtype
-from ._position_attention_autograd import Plain, forward_op, with_batch
+from ._position_attention_autograd import Plain, forward_op, plain_op
 
 
 def position_attention(
@@ -131,20 +131,20 @@ def position_attention(
 
 def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) -> Tensor | None:
     """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
-    tensors = (query_pos, key_pos, value, rate) if weights is None else (query_pos, key_pos, value, rate, weights)
-    if not direct.KERNELS or direct.intercepted() or not all(map(direct.plain, tensors)):
+    if (
+        direct.intercepts(value, query_pos, key_pos, rate)
+        or not (query_pos.dtype is key_pos.dtype is rate.dtype)
+        or query_pos.dim() != 2
+        or key_pos.dim() != 2
+        or not (weights is None or (type(weights) in direct.PLAIN and weights.dim() == 1))
+    ):
         return None
+    arguments = (query_pos, key_pos, value, rate, weights)
     try:
-        if query_pos.dim() != 2 or key_pos.dim() != 2 or value.dim() not in (3, 4):
-            return None
-        if not query_pos.dtype is key_pos.dtype is rate.dtype:
-            return None
-        if weights is not None and (weights.dim() != 1 or weights.dtype is not rate.dtype):
-            return None
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return direct.apply(Plain, query_pos, key_pos, value, rate, weights)
+        if direct.records_gradients(*arguments):
+            return direct.apply(Plain, *arguments)
         with direct.below_autograd():
-            return forward_op(*with_batch(query_pos, key_pos, value, rate, weights), None, None)[0]
+            return plain_op(*arguments)[0]
     except Exception:  # the checks of the ordinary way say what is wrong
         return None
 
