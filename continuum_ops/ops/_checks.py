@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,16 +79,6 @@ def check_weights(op: str, weights: Any, query: Tensor, shape: Sequence[int]) ->
     check_tensor(op, "weights", weights, like=query)
     check_floating(op, "weights", weights)
     check_broadcastable(op, "weights", weights, shape, "(..., H, M)")
-
-
-def check_no_tangents(op: str, values: Sequence[Any]) -> None:
-    """Forward-mode derivatives would silently be zero: say so instead."""
-    for value in values:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise NotImplementedError(
-                f"{op}: forward-mode derivatives (torch.func.jvp, jacfwd, make_dual) are not implemented; "
-                "torch.autograd.functional.jvp takes two reverse passes instead"
-            )
 
 
 def check_period(op: str, period: Any, dimension: int) -> list[float]:
