@@ -66,7 +66,7 @@ def check_broadcastable(op: str, name: str, tensor: Tensor, shape: Sequence[int]
     """`tensor` expands to `shape`, described by `what`."""
     sizes = tuple(tensor.shape)
     tail = tuple(shape)[len(shape) - len(sizes) :] if len(sizes) <= len(shape) else ()
-    if len(tail) != len(sizes) or any(a not in (1, b) for a, b in zip(sizes, tail, strict=True)):
+    if len(tail) != len(sizes) or any(a != 1 and a != b for a, b in zip(sizes, tail, strict=True)):
         raise ValueError(f"{op}: {name} must be broadcastable to {what} = {tuple(shape)}, got {sizes}")
 
 

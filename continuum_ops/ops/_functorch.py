@@ -135,7 +135,8 @@ class Operator:
 
 def attend(operator: Operator, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """out and lse where a transform is active."""
-    if may_carry_tangent(args[: operator.tensors]):
+    # torch.compile does not trace functions with rules of their own below a transform, but these operators.
+    if torch.compiler.is_compiling() or may_carry_tangent(args[: operator.tensors]):
         return operator.composite(*args)
     out, lse, _ = _Forward.apply(operator, *args)
     return out, lse
