@@ -60,7 +60,9 @@ def check_positions(query_pos: Any, key_pos: Any, query: Tensor, leads: torch.Si
     ):
         check_tensor(OP, name, positions, like=query)
         check_floating(OP, name, positions)
-        if positions.dim() < 2 or positions.shape[-2] != rows:  # a size in a text is a constant to torch.compile
+        if (
+            positions.dim() < 2 or positions.shape[-2] != rows
+        ):  # a size in a text is a constant to torch.compile
             raise ValueError(
                 f"{OP}: {name} must have shape ({symbol}, d) or (..., {symbol}, d) with {symbol} = {rows}, "
                 f"got {tuple(positions.shape)}"

@@ -42,13 +42,13 @@ def composite(*args: Any) -> tuple[Tensor, Tensor]:
     narrow = x.query.dtype
     with torch.autocast(x.query.device.type, enabled=False):
         x = chunked._prepared(x)
-        parts = [chunked._attend(chunked._block(x, start, stop), start)[:2] for start, stop in chunked._blocks(x)]
+        parts = [
+            chunked._attend(chunked._block(x, start, stop), start)[:2] for start, stop in chunked._blocks(x)
+        ]
     return torch.cat([p[0] for p in parts], -2).to(narrow), torch.cat([p[1] for p in parts], -1)
 
 
-def _folded(
-    x: Inputs, in_dims: Sequence[int | None], batch: int, full: set[str], headless: bool
-) -> Inputs:
+def _folded(x: Inputs, in_dims: Sequence[int | None], batch: int, full: set[str], headless: bool) -> Inputs:
     """The batch of a vmap as a leading dimension of all tensors, full in those that are named."""
     fields: dict[str, Tensor | None] = {}
     for name, tensor, dim in zip(Inputs._fields[:_SEED], x[:_SEED], in_dims, strict=False):
@@ -133,7 +133,15 @@ def _kernel_backward(*args: Any) -> tuple[Tensor, ...]:
     *options, needs = rest[TENSORS + 3 :]
     grads = list(
         _ops.continuum_attention_backward(
-            grad_out, grad_lse, *tensors, out.contiguous(), stats.contiguous(), *options, needs[3], needs[5] or needs[6], needs[7]
+            grad_out,
+            grad_lse,
+            *tensors,
+            out.contiguous(),
+            stats.contiguous(),
+            *options,
+            needs[3],
+            needs[5] or needs[6],
+            needs[7],
         )
     )
     grads.insert(4, out.new_empty(0))  # a bool mask has none

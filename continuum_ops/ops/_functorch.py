@@ -171,6 +171,11 @@ def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if tensor is None else tensor
 
 
+def _saved(ctx: Any) -> list[Any]:
+    """What was saved, out of the levels that have ended since: a pullback outlives the one of its vjp."""
+    return [None if t is None else torch._C._functorch.unwrap_if_dead(t) for t in ctx.saved_tensors]
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(operator: Operator, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,15 +197,13 @@ class _Forward(torch.autograd.Function):
         constants = (None,) * (operator.tensors - operator.gradients + len(ctx.options))
         if grad_out is None and grad_lse is None:
             return (None, *(None,) * operator.gradients, *constants)
-        *tensors, out, lse, stats = ctx.saved_tensors
+        *tensors, out, lse, stats = _saved(ctx)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         needs = list(ctx.needs_input_grad[1 : 1 + operator.gradients])
         if may_carry_tangent([grad_out, grad_lse, *tensors]):
             return (None, *_pullback(operator, tensors, ctx.options, needs, grad_out, grad_lse), *constants)
-        grads = _Backward.apply(
-            operator, grad_out, grad_lse, *tensors, out, lse, stats, *ctx.options, needs
-        )
+        grads = _Backward.apply(operator, grad_out, grad_lse, *tensors, out, lse, stats, *ctx.options, needs)
         wanted = (g if need else None for g, need in zip(grads, needs, strict=True))
         return (None, *wanted, *constants)
 
@@ -228,7 +231,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         operator: Operator = ctx.operator
-        grad_out, grad_lse, *tensors = ctx.saved_tensors
+        grad_out, grad_lse, *tensors = _saved(ctx)
         constants = (None,) * (operator.tensors - operator.gradients + 4 + len(ctx.options))
         arriving = [
             g if need and t is not None else None
@@ -238,16 +241,15 @@ class _Backward(torch.autograd.Function):
             return (None,) * (3 + operator.gradients + len(constants))
         if may_carry_tangent([grad_out, grad_lse, *tensors, *arriving]):
             raise NotImplementedError(
-                f"{operator.name}: forward mode over a second reverse pass is not implemented where the first "
-                "was taken outside it; take all derivatives inside torch.func.jvp or jacfwd"
+                f"{operator.name}: forward mode over a second reverse pass is not implemented where the "
+                "first was taken outside it; take all derivatives inside torch.func.jvp or jacfwd"
             )
         found = _Second.apply(
             operator, ctx.needs, len(ctx.options), grad_out, grad_lse, *tensors, *arriving, *ctx.options
         )
         inputs = [grad_out, grad_lse, *tensors[: operator.gradients]]
         kept = (
-            g if t is not None and t.is_floating_point() else None
-            for g, t in zip(found, inputs, strict=True)
+            g if t is not None and t.is_floating_point() else None for g, t in zip(found, inputs, strict=True)
         )
         return (None, *kept, *constants)
 

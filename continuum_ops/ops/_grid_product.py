@@ -315,21 +315,12 @@ torch.library.register_autograd(
 )
 
 
+# Inside transforms the public function takes torch's operators; these rules are for direct calls.
 @torch.library.register_vmap("continuum_ops::grid_product", lib=LIBRARY)
-def _(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Tensor, int]:
-    return torch.func.vmap(_in_transforms, tuple(in_dims))(*args), 0
+def _(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    return _functorch.one_by_one(torch.ops.continuum_ops.grid_product, info, in_dims, args)
 
 
 @torch.library.register_vmap("continuum_ops::grid_product_backward", lib=LIBRARY)
-def _(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[list[Tensor], list[int | None]]:
-    *tensors, value_grad, matrices_grad = args
-
-    def gradients(grad_out: Tensor, value: Tensor, matrices: list[Tensor], weights: list[Tensor]) -> Any:
-        _, pull = torch.func.vjp(lambda v, m: _compose(v, m, weights, look=False), value, matrices)
-        grad_value, grads = pull(grad_out)
-        return [grad_value, *grads]
-
-    found = torch.func.vmap(gradients, tuple(in_dims[:4]))(*tensors)
-    wanted = [value_grad, *(matrices_grad for _ in found[1:])]
-    grads = [g if want else g.new_empty(0) for g, want in zip(found, wanted, strict=True)]
-    return grads, [0 if want else None for want in wanted]
+def _(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    return _functorch.one_by_one(torch.ops.continuum_ops.grid_product_backward, info, in_dims, args)

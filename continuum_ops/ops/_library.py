@@ -96,8 +96,6 @@ LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tenso
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
 # A look at values from inside torch.func's transforms: zeros, or an error on the CPU and NaN elsewhere.
 LIBRARY.define("check_nonnegative(Tensor values, str op, str name, bool finite) -> Tensor")
-LIBRARY.define(
-    "quantile_radius(Tensor query_pos, Tensor key_pos, float quantile, float[] period) -> Tensor"
-)
+LIBRARY.define("quantile_radius(Tensor query_pos, Tensor key_pos, float quantile, float[] period) -> Tensor")
 
 extension()  # imports the kernels, whose registrations need the schemas above

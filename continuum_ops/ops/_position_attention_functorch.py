@@ -31,9 +31,7 @@ def composite(*args: Any) -> tuple[Tensor, Tensor]:
     x = Inputs(*args)
     x = x._replace(
         rate=check_nonnegative(x.rate, _OP, "rate", finite=True),
-        weights=None
-        if x.weights is None
-        else check_nonnegative(x.weights, _OP, "weights", finite=True),
+        weights=None if x.weights is None else check_nonnegative(x.weights, _OP, "weights", finite=True),
         radius=None if x.radius is None else check_nonnegative(x.radius, _OP, "radius", finite=False),
     )
     if x.empty():
@@ -62,9 +60,7 @@ def _into_batch(tensor: Tensor, dim: int | None, entries: int, size: int) -> Ten
     return tensor.reshape(entries * size, *tensor.shape[2:])
 
 
-def _forward_rule(
-    apply: Callable[..., Any], info: Any, in_dims: Sequence[Any], args: Sequence[Any]
-) -> Any:
+def _forward_rule(apply: Callable[..., Any], info: Any, in_dims: Sequence[Any], args: Sequence[Any]) -> Any:
     tensors, period = list(args[:_TENSORS]), args[_TENSORS]
     geometry = [i for i in _GEOMETRY if in_dims[i] is not None]
     batch, entries = _batch(tensors[_VALUE], in_dims[_VALUE]), info.batch_size
@@ -119,7 +115,9 @@ def _backward_rule(
     groups = max(front(t, d).shape[1] for t, d in geometry)
     rows = args[2 + _TENSORS :][:stats], in_dims[2 + _TENSORS :][:stats]
     alone = not (needs[_QUERY_POS] or needs[_KEY_POS] or needs[_WEIGHTS])
-    shared = alone and groups == 1 and all(d is None for _, d in geometry) and rows[1][1:] in ((), (None, None))
+    shared = (
+        alone and groups == 1 and all(d is None for _, d in geometry) and rows[1][1:] in ((), (None, None))
+    )
 
     def folded(arg: Tensor, dim: int | None) -> Tensor:
         return _into_batch(arg, dim, entries, batch)
@@ -134,9 +132,7 @@ def _backward_rule(
         grad_lse = grad_lse.flatten(0, 1)
     kept = {_RATE, *_GEOMETRY} if shared else {_RATE}
     inputs = [t if t is None or i in kept else folded(t, dims[i]) for i, t in enumerate(tensors)]
-    others = [
-        t if shared and i > 0 else folded(t, d) for i, (t, d) in enumerate(zip(*rows, strict=True))
-    ]
+    others = [t if shared and i > 0 else folded(t, d) for i, (t, d) in enumerate(zip(*rows, strict=True))]
     results = apply(folded(args[0], in_dims[0]), grad_lse, *inputs, *others, args[-2], needs)
     grads: list[Tensor] = []
     for i, (grad, t) in enumerate(zip(results, tensors, strict=False)):
@@ -151,7 +147,7 @@ def _backward_rule(
 
 
 def _in_kernel_order(args: Sequence[Any]) -> tuple[Any, ...]:
-    """(grad_out, grad_lse, *tensors, out, lse, stats, period, needs) with radius where the operator has it."""
+    """(grad_out, grad_lse, *tensors, out, lse, stats, period, needs), radius where the operator has it."""
     head, radius, tail = args[: 2 + _RADIUS], args[2 + _RADIUS], args[3 + _RADIUS :]
     results = (t.contiguous() for t in tail[:3])  # as the forward returns them; a batch may lie between
     return (*head, *results, radius, *tail[3:])
