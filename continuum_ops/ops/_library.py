@@ -111,5 +111,8 @@ LIBRARY.define(
     "Tensor? weights, bool weights_grad) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
+# A look at values from inside torch.func's transforms: zeros, or an error on the CPU and NaN elsewhere.
+LIBRARY.define("check_nonnegative(Tensor values, str op, str name, bool finite) -> Tensor")
+LIBRARY.define("quantile_radius(Tensor query_pos, Tensor key_pos, float quantile, float[] period) -> Tensor")
 
 extension()  # imports the kernels, whose registrations need the schemas above

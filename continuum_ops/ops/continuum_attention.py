@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _checks as shared
 from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
@@ -16,6 +15,8 @@ from . import _continuum_attention_checks as checks
 from . import _direct as direct
 from ._continuum_attention_autograd import Plain, forward_op, plain_op
 from ._continuum_attention_chunked import accumulation_dtype
+from ._continuum_attention_functorch import attend_in_transforms
+from ._functorch import transforms_active
 
 _ops = torch.ops.continuum_ops
 
@@ -118,8 +119,6 @@ def continuum_attention(
     shared.check_tensor(checks.OP, "query", query)
     query, key, value = shared.autocast(query, key, value)
     leads = shared.check_qkv(checks.OP, query, key, value)
-    if forward_ad._current_level >= 0:
-        shared.check_no_tangents(checks.OP, [query, key, value, weights, attn_mask, query_pos, key_pos, rate])
     checks.check_numbers(dropout_p, scale, query.dtype)
     rows, keys = query.shape[-2], key.shape[-2]
     if weights is not None:
@@ -144,7 +143,9 @@ def continuum_attention(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*leads, rows, keys) if serves else _with_leads(attn_mask, leads, 2)
     inputs = (query, key, value, weights, attn_mask, query_pos, key_pos, rate, radius, seed, period, *options)
-    if serves:
+    if transforms_active():
+        out, lse = attend_in_transforms(inputs, serves)
+    elif serves:
         out, lse, _ = forward_op(*inputs)
     else:
         out, lse = _ops.continuum_attention_chunked(*inputs)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..mesh import Grid, product_weights
 from . import _checks as shared
@@ -15,7 +14,9 @@ from . import _direct as direct
 from . import _position_attention_checks as checks
 from . import _position_attention_grid as grids
 from ._continuum_attention_chunked import accumulation_dtype
+from ._functorch import transforms_active
 from ._position_attention_autograd import Plain, forward_op, plain_op
+from ._position_attention_functorch import attend_in_transforms
 
 
 def position_attention(
@@ -103,15 +104,15 @@ def position_attention(
     x = query_pos.points if isinstance(query_pos, Grid) else query_pos
     y = key_pos.points if isinstance(key_pos, Grid) else key_pos
     checks.check_positions(x, y, value)
-    if forward_ad._current_level >= 0:
-        shared.check_no_tangents(checks.OP, [x, y, value, rate, weights])
     dtype = accumulation_dtype(value.dtype)
     if radius is not None:
         checks.check_radius(radius, value, x.shape[-2])
     if period is not None:
         period = shared.check_period(checks.OP, period, x.shape[-1])
     # Within a radius the point kernel skips what is out of reach and is about three times as fast as windows.
-    point_kernel = radius is not None and direct.KERNELS and value.device.type == "cpu"
+    # Windows are found by a look at the coordinates, which torch.func's transforms hide.
+    transformed = transforms_active()
+    point_kernel = radius is not None and (transformed or (direct.KERNELS and value.device.type == "cpu"))
     two_grids = isinstance(query_pos, Grid) and isinstance(key_pos, Grid) and not point_kernel
     if two_grids and grids.serves(query_pos, key_pos, given, radius=radius):
         assert isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
@@ -125,7 +126,8 @@ def position_attention(
         radius = _radius_rows(radius, x.shape[-2], value, dtype)
     x, y = _position_rows(x, y, value.shape[0], dtype)
     value = value if value.dim() == 4 else value.unsqueeze(1)
-    out, lse = _attend(x, y, value, rate.to(dtype), weights, radius, period)
+    attend = attend_in_transforms if transformed else _attend
+    out, lse = attend(x, y, value, rate.to(dtype), weights, radius, period)
     return (out, lse.expand(out.shape[:-1])) if return_lse else out
 
 
