@@ -131,8 +131,7 @@ class Plain(torch.autograd.Function):
         scale: float | None,
         is_causal: bool,
     ) -> Tensor:
-        with direct.below_autograd():
-            out, stats = plain_op(query, key, value, weights, scale, is_causal)
+        out, stats = plain_op(query, key, value, weights, scale, is_causal)
         ctx.save_for_backward(query, key, value, weights, out, stats)
         ctx.options = (scale, is_causal)
         return out
@@ -156,6 +155,9 @@ class Plain(torch.autograd.Function):
             for g, t, need in zip(grads, given, needs, strict=False)
         )
         return (*wanted, None, None)
+
+
+apply_plain = direct.applier(Plain)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -7,6 +7,7 @@ functorch, forward mode, autocast, tracing, subclasses) takes the ordinary way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ KERNELS = extension()[0] is not None
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 WIDE = frozenset((torch.float32, torch.float64))  # dtypes that are computed in
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
 _autocast_enabled = torch.is_autocast_enabled
@@ -58,14 +59,14 @@ def records_gradients(*tensors: Any) -> bool:
     return False
 
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """function.apply(*args) where nothing intercepts, which Function.apply would look for once more."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """function.apply for where nothing intercepts, which Function.apply would look for once more."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def call(op: Any, *args: Any) -> Any:
     """op(*args), a derivative's own operator: without its autograd where no derivative of it is recorded."""
     if _grad_enabled() or intercepted():
         return op(*args)
-    with below_autograd():
+    with _below_autograd():
         return op(*args)

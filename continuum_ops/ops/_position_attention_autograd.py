@@ -127,8 +127,7 @@ class Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
     ) -> Tensor:
-        with direct.below_autograd():
-            out, lse, stats = plain_op(query_pos, key_pos, value, rate, weights)
+        out, lse, stats = plain_op(query_pos, key_pos, value, rate, weights)
         ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, lse, stats)
         return out
 
@@ -145,6 +144,9 @@ class Plain(torch.autograd.Function):
             (g if g.dim() == t.dim() else g.squeeze(0 if t.dim() < 3 else 1)) if need else None
             for g, t, need in zip(grads, given, needs, strict=True)
         )
+
+
+apply_plain = direct.applier(Plain)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

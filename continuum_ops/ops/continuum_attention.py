@@ -13,7 +13,7 @@ from . import _checks as shared
 from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
 from . import _continuum_attention_checks as checks
 from . import _direct as direct
-from ._continuum_attention_autograd import Plain, forward_op, plain_op
+from ._continuum_attention_autograd import apply_plain, forward_op, plain_op
 from ._continuum_attention_chunked import accumulation_dtype
 from ._continuum_attention_functorch import attend_in_transforms
 from ._functorch import transforms_active
@@ -163,9 +163,8 @@ def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal
     arguments = (query, key, value, weights, scale, bool(is_causal))
     try:
         if direct.records_gradients(query, key, value, weights):
-            return direct.apply(Plain, *arguments)
-        with direct.below_autograd():
-            return plain_op(*arguments)[0]
+            return apply_plain(*arguments)
+        return plain_op(*arguments)[0]
     except Exception:  # the checks of the ordinary way say what is wrong
         return None
 

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from . import _checks as checks
 from . import _direct as direct
-from ._galerkin_attention_autograd import Small
+from ._galerkin_attention_autograd import apply_small, small_op
 
 _operator = torch.ops.continuum_ops.galerkin_attention.default
-_small = torch.ops.continuum_ops.galerkin_attention_small.default
 
 # Up to so many multiplications, and rows in a sum, one kernel is faster than the calls of BLAS.
 SMALL_PRODUCTS, SMALL_ROWS = 2**18, 512
@@ -90,8 +89,7 @@ def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor |
         if query.dtype not in direct.WIDE or (weights is not None and weights.dtype is not query.dtype):
             return None
         if direct.records_gradients(query, key, value, weights):
-            return direct.apply(Small, query, key, value, weights)
-        with direct.below_autograd():
-            return _small(query, key, value, weights)
+            return apply_small(query, key, value, weights)
+        return small_op(query, key, value, weights)
     except Exception:  # the checks of the ordinary way say what is wrong
         return None

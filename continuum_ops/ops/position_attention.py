@@ -15,7 +15,7 @@ from . import _position_attention_checks as checks
 from . import _position_attention_grid as grids
 from ._continuum_attention_chunked import accumulation_dtype
 from ._functorch import transforms_active
-from ._position_attention_autograd import Plain, forward_op, plain_op
+from ._position_attention_autograd import apply_plain, forward_op, plain_op
 from ._position_attention_functorch import attend_in_transforms
 
 
@@ -144,9 +144,8 @@ def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) ->
     arguments = (query_pos, key_pos, value, rate, weights)
     try:
         if direct.records_gradients(*arguments):
-            return direct.apply(Plain, *arguments)
-        with direct.below_autograd():
-            return plain_op(*arguments)[0]
+            return apply_plain(*arguments)
+        return plain_op(*arguments)[0]
     except Exception:  # the checks of the ordinary way say what is wrong
         return None
 
