@@ -1,5 +1,6 @@
 """Layers: drop-in replacements for ``torch.nn`` that take quadrature weights."""
 
+from .fourier_patch_attention import FourierPatchAttention
 from .galerkin_attention import GalerkinAttention
 from .galerkin_encoder_layer import GalerkinEncoderLayer
 from .multihead_attention import MultiheadAttention
@@ -10,6 +11,7 @@ from .spectral_conv import SpectralConv
 from .transformer import TransformerEncoder, TransformerEncoderLayer
 
 __all__ = [
+    "FourierPatchAttention",
     "GalerkinAttention",
     "GalerkinEncoderLayer",
     "MultiheadAttention",

@@ -109,5 +109,9 @@ LIBRARY.define(
 # Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
+# The kept Fourier modes of each patch, (B, *grid, C) <-> (modes, 2, B, patches, C); see _fourier_patch_modes.
+_PATCH_MODES = "int[] patches, int[] points, int[] up, int[] down, bool dense, bool mean"
+LIBRARY.define(f"patch_analysis(Tensor u, {_PATCH_MODES}) -> Tensor")
+LIBRARY.define(f"patch_synthesis(Tensor modes, {_PATCH_MODES}) -> Tensor")
 
 extension()  # imports the kernels, whose registrations need the schemas above
