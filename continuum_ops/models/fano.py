@@ -33,8 +33,9 @@ class FANO(PatchModel):
     * "endpoint": n points span n - 1 gaps, so patches move by up to a gap and points near their edges change
       patch. Elsewhere the output converges with order 1.
 
-    Modes that a coarser patch, or the grid of ``final_spectral``, lacks are left out in evaluation mode and
-    each other one is used once; in training mode they are an error. Source: CA section 4.4, appendix B.3.
+    Modes that a coarser patch, or the grid of ``final_spectral``, lacks are left out and each other one is
+    used once; in training mode ``final_spectral`` and ``periodic_extension`` make them an error. Source: CA
+    section 4.4, appendix B.3.
 
     Args:
         in_channels: channels of the input function u.
