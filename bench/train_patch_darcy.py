@@ -37,7 +37,7 @@ class Settings:
     """Less than ten minutes of training each on two cores. Fixed steps, not time."""
 
     train_samples: int = 1000
-    validation_samples: int = 40
+    validation_samples: int = 20
     test_samples: int = 40
     num_patches: int = 13
     modes: int = 4
@@ -45,14 +45,14 @@ class Settings:
     num_heads: int = 4
     num_layers: int = 4
     dim_feedforward: int = 64
-    scale: float = 60.0
+    scale: float = 169.0  # mean over a patch, 13 x 13 of them
     final_spectral: int = 16
     batch_size: int = 4
-    steps: int = 3000
-    learning_rate: float = 3e-3
+    steps: int = 900
+    learning_rate: float = 4e-3
     weight_decay: float = 1e-4
     warm_up: float = 0.1
-    validate_every: int = 100
+    validate_every: int = 150
 
 
 class ScaledModel(nn.Module):
@@ -145,6 +145,7 @@ def run(
         num_layers=settings.num_layers,
         dim_feedforward=settings.dim_feedforward,
         scale=settings.scale,
+        norm_first=True,
         final_spectral=settings.final_spectral or None,
     )
     n = settings.train_samples
