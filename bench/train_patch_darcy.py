@@ -49,7 +49,7 @@ class Settings:
     final_spectral: int = 16
     batch_size: int = 4
     steps: int = 900
-    learning_rate: float = 4e-3
+    learning_rate: float = 6e-3
     weight_decay: float = 1e-4
     warm_up: float = 0.1
     validate_every: int = 150
