@@ -115,6 +115,7 @@ def main() -> None:
                 row = harness.run_worker(
                     str(Path(__file__).resolve()), arguments, threads=options.threads, allocator=allocator
                 )
+                harness.progress(f"  {row['seconds']:.2f} s, {row['peak_mib']:.0f} MiB")
                 document["rows"].append({"allocator": allocator, **row})
     path = harness.result_path("patch_models", document, options.out)
     harness.write_json(path, document)
