@@ -96,7 +96,7 @@ class Case:
         return {OURS: self.layer, USUAL: self.in_space, TUNED: self.in_space_tuned}[kind]
 
     def make_run(self, kind: str, passes: str) -> Callable[[], tuple[Tensor, ...]]:
-        """A call that returns (out,), with the backward (out, gradient of u), parameters' gradients besides."""
+        """A call that returns (out,), with the backward (out, gradient of u)."""
         function, leaves = self.function(kind), self.parameters(kind)
 
         def forward() -> tuple[Tensor, ...]:

@@ -35,7 +35,7 @@ class FourierPatchAttention(nn.Module):
     ``out_proj`` is applied there, and one inverse transform ends it. This is the definition to rounding,
     also for modes that an inverse real transform drops in part: its Hermitian projection of column 0 (and of
     Nyquist, where kept), the weights 2 and 1 of the columns and the scale are folded into the weights of Q.
-    Memory is that of the input plus (kept modes + P) * P numbers per channel and head, P patches.
+    Scores take P * P numbers per head, P patches.
 
     With quadrature weights inside the patches the modes are not orthogonal: Q, K and V are then transformed
     back, three inverse transforms, and multiplied in space.
@@ -47,8 +47,8 @@ class FourierPatchAttention(nn.Module):
     The complex matrices are one real parameter ``in_proj_weight`` (3, 2 modes_1, .., 2 modes_{d-1}, modes_d,
     embed_dim, 2, embed_dim): Q, K, V; the frequencies of each axis, 0 .. modes - 1 before -modes .. -1;
     output channels, head by head; real and imaginary parts; input channels. So DistributedDataParallel,
-    optimizers and torch.compile see real numbers. All is computed in float32 (float64 for float64 inputs) also
-    under autocast; the result then has the autocast dtype, else that of the input.
+    optimizers and torch.compile see real numbers. All is computed in float32 (float64 for float64 inputs)
+    also under autocast; the result then has the autocast dtype, else that of the input.
 
     Args:
         embed_dim: channels, divisible by num_heads.
@@ -100,8 +100,8 @@ class FourierPatchAttention(nn.Module):
             most = n // 2 + 1 if i == d - 1 else n // 2
             if m > most:
                 raise ValueError(
-                    f"modes[{i}] must be at most {most} for a patch of {n} points along that axis, where more "
-                    f"would overlap, got {m}"
+                    f"modes[{i}] must be at most {most} for a patch of {n} points along that axis, where "
+                    f"more would overlap, got {m}"
                 )
         self.embed_dim, self.num_heads, self.scale = embed_dim, num_heads, scale
         self.head_dim = embed_dim // num_heads
@@ -112,7 +112,7 @@ class FourierPatchAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Real and imaginary parts of variance 1 / (2 embed_dim): a mode keeps its size. Xavier for out_proj."""
+        """Real and imaginary parts of variance 1 / (2 embed_dim); Xavier for out_proj."""
         nn.init.normal_(self.in_proj_weight, std=1.0 / math.sqrt(2 * self.embed_dim))
         nn.init.xavier_uniform_(self.out_proj.weight)
         if self.out_proj.bias is not None:
@@ -164,12 +164,11 @@ class FourierPatchAttention(nn.Module):
         out_dtype = u.dtype
         if autocast and u.dtype != torch.float64:
             out_dtype = torch.get_autocast_dtype(device)
-        attend = self._attend if weights is None else self._attend_weighted
-        arguments = (u.to(torch.promote_types(u.dtype, torch.float32)), modes, weights)
+        u = u.to(torch.promote_types(u.dtype, torch.float32))
         if not autocast:
-            return attend(*arguments).to(out_dtype)
+            return self._attend(u, modes, weights).to(out_dtype)
         with torch.autocast(device, enabled=False):
-            return attend(*arguments).to(out_dtype)
+            return self._attend(u, modes, weights).to(out_dtype)
 
     def _points(self, patch_size: int | Sequence[int] | None) -> tuple[int, ...]:
         if patch_size is None:
@@ -185,7 +184,7 @@ class FourierPatchAttention(nn.Module):
     def _weights(self, modes: PatchModes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Weights (*rows, embed_dim, 2, embed_dim) of Q, K and V for the modes that the patch has."""
         weight = self.in_proj_weight.to(dtype)
-        for axis, (m, up, down) in enumerate(zip(self.modes, modes.up, modes.down, strict=True)):
+        for axis, (up, down) in enumerate(zip(modes.up, modes.down, strict=True)):
             full = weight.shape[axis + 1]
             if up + down < full:
                 parts = weight.narrow(axis + 1, 0, up), weight.narrow(axis + 1, full - down, down)
@@ -195,34 +194,35 @@ class FourierPatchAttention(nn.Module):
 
     def _project(self, pairs: Tensor, weight: Tensor) -> Tensor:
         """Complex products of each mode: (modes, 2BP, 2C) -> (modes, embed_dim, 2BP)."""
-        return torch.bmm(weight.reshape(pairs.shape[0], self.embed_dim, -1), pairs.mT)
+        return torch.bmm(weight.reshape(-1, self.embed_dim, 2 * self.embed_dim), pairs.mT)
 
-    def _attend(self, u: Tensor, modes: PatchModes, weights: None) -> Tensor:
+    def _attend(self, u: Tensor, modes: PatchModes, weights: Tensor | None) -> Tensor:
+        if weights is not None:
+            return self._attend_weighted(u, modes, weights)
         batch, heads = u.shape[0], self.num_heads
+        kept, patches = math.prod(modes.rows), math.prod(modes.patches)
         pairs = _pairs(to_modes(u, modes))
         scale = 1.0 / math.prod(u.shape[1:-1]) if self.scale is None else self.scale
         wq, wk, wv = self._weights(modes, u.dtype)
 
         def by_head(x: Tensor) -> Tensor:
             """(modes, H head_dim, 2BP) -> (B, H, modes head_dim 2, P)."""
-            x = x.view(x.shape[0], heads, self.head_dim, 2, batch, -1)
-            return x.permute(4, 1, 0, 2, 3, 5).reshape(batch, heads, -1, x.shape[-1])
+            x = x.view(kept, heads, self.head_dim, 2, batch, patches)
+            return x.permute(4, 1, 0, 2, 3, 5).reshape(batch, heads, 2 * kept * self.head_dim, patches)
 
         q = by_head(self._project(pairs, fold_parseval(wq, modes, scale)))
         k = by_head(self._project(pairs, wk))
         v = by_head(self._project(pairs, wv))
         out = v @ (q.mT @ k).softmax(-1).mT
-        patches = out.shape[-1]
-        out = out.view(batch, heads, -1, self.head_dim, 2, patches).permute(2, 1, 3, 4, 0, 5)
-        out = out.reshape(pairs.shape[0], self.embed_dim, -1)
+        out = out.view(batch, heads, kept, self.head_dim, 2, patches).permute(2, 1, 3, 4, 0, 5)
+        out = out.reshape(kept, self.embed_dim, 2 * batch * patches)
         # A pointwise linear map commutes with the inverse transform; its bias is mode 0.
         matrix = self.out_proj.weight.to(u.dtype).t()
         out = torch.bmm(out.mT, matrix.expand(out.shape[0], *matrix.shape))
-        out = out.view(-1, 2, batch, patches, self.embed_dim)
-        out = from_modes(out, modes)
+        out = out.view(kept, 2, batch, patches, self.embed_dim)
         if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias.to(u.dtype)
-        return out
+            out[0, 0] += self.out_proj.bias.to(u.dtype)
+        return from_modes(out, modes)
 
     def _attend_weighted(self, u: Tensor, modes: PatchModes, weights: Tensor) -> Tensor:
         batch, heads = u.shape[0], self.num_heads
@@ -232,16 +232,16 @@ class FourierPatchAttention(nn.Module):
 
         def by_patch(x: Tensor, channels: int) -> Tensor:
             """(B, *grid, channels heads) -> (B, heads, P, points channels)."""
-            x = x.view(x.shape[0], *split, -1, channels)
+            x = x.view(x.shape[0], *split, x.shape[-1] // channels, channels)
             x = x.permute(0, 2 * d + 1, *range(1, 2 * d, 2), *range(2, 2 * d + 1, 2), 2 * d + 2)
-            return x.reshape(x.shape[0], x.shape[1], math.prod(modes.patches), -1)
+            return x.flatten(d + 2).flatten(2, d + 1)
 
         def in_space(weight: Tensor) -> Tensor:
-            z = self._project(pairs, weight).mT.reshape(pairs.shape[0], 2, batch, -1, self.embed_dim)
+            z = self._project(pairs, weight).mT.unflatten(1, (2, batch, math.prod(modes.patches)))
             return by_patch(from_modes(z, modes), self.head_dim)
 
         q, k, v = (in_space(w) for w in self._weights(modes, u.dtype))
-        w = weights.to(u.dtype).reshape(-1, *u.shape[1:-1], 1).expand(-1, *u.shape[1:-1], self.head_dim)
+        w = weights.to(u.dtype).expand(u.shape[:-1])[..., None].expand(*u.shape[:-1], self.head_dim)
         scale = 1.0 if self.scale is None else self.scale
         attention = ((q * by_patch(w, self.head_dim)) @ k.mT * scale).softmax(-1)
         out = (attention @ v).view(batch, heads, *modes.patches, *modes.points, self.head_dim)
@@ -258,9 +258,9 @@ class FourierPatchAttention(nn.Module):
 
 
 def _pairs(z: Tensor) -> Tensor:
-    """(modes, 2, B, P, C) -> (modes, 2BP, 2C): z and i z side by side, for real products with [Re R, Im R]."""
+    """(modes, 2, B, P, C) -> (modes, 2BP, 2C): z and i z, for products with [Re R, Im R]."""
     turned = torch.stack([-z[:, 1], z[:, 0]], dim=1)
-    return torch.cat([z, turned], dim=-1).view(z.shape[0], -1, 2 * z.shape[-1])
+    return torch.cat([z, turned], dim=-1).flatten(1, 3)
 
 
 def _check_weights(weights: Tensor, u: Tensor) -> None:

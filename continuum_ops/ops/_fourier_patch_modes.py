@@ -179,7 +179,7 @@ def _analyze(u: Tensor, modes: PatchModes, mean: bool) -> Tensor:
         part = x[block]
         y = _analyze_dense(part, tables) if modes.dense else _analyze_fft(part, modes, mean)
         z[(slice(None),) * (d + 1) + (block,)] = y.permute(_order(d))
-    return z.view(-1, 2, batch, math.prod(modes.patches), c)
+    return z.view(math.prod(modes.rows), 2, batch, math.prod(modes.patches), c)
 
 
 def _synthesize(z: Tensor, modes: PatchModes, mean: bool) -> Tensor:
