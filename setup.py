@@ -50,9 +50,15 @@ AVX512 = "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width
 ISAS = {"generic": ""}
 if X86:
     ISAS |= {"avx2": AVX2, "avx512": AVX512}
-KERNELS = ["continuum_attention_kernel.cpp", "position_attention_kernel.cpp", "galerkin_attention_kernel.cpp"]
+KERNELS = [
+    "continuum_attention_kernel.cpp",
+    "patch_attention_kernel.cpp",
+    "position_attention_kernel.cpp",
+    "galerkin_attention_kernel.cpp",
+]
 SOURCES = [
     "continuum_attention.cpp",
+    "patch_attention.cpp",
     "position_attention.cpp",
     "galerkin_attention.cpp",
     "cpu_isa.cpp",

@@ -6,6 +6,7 @@
 
 #include "continuum_attention.h"
 #include "galerkin_attention.h"
+#include "patch_attention.h"
 #include "position_attention.h"
 
 namespace continuum_ops {
@@ -15,6 +16,7 @@ std::string current_isa();
 void set_isa(const std::string& name);  // throws std::invalid_argument
 
 const ContinuumAttentionKernels& continuum_attention_kernels();
+const PatchAttentionKernels& patch_attention_kernels();
 const PositionAttentionKernels& position_attention_kernels();
 const GalerkinAttentionKernels& galerkin_attention_kernels();
 
