@@ -1,5 +1,6 @@
 """Neural operators built from the layers of `continuum_ops.nn`, and their published configurations."""
 
+from . import convert
 from .galerkin_transformer import GalerkinTransformer
 from .pit import PiT, PiTGeometry
 from .pit_latent import farthest_point_mesh, pool_mesh, sample_mesh
@@ -11,6 +12,7 @@ __all__ = [
     "GalerkinTransformer",
     "PiT",
     "PiTGeometry",
+    "convert",
     "farthest_point_mesh",
     "pool_mesh",
     "preset",
