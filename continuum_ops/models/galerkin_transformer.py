@@ -13,6 +13,7 @@ from ..mesh import Grid, Mesh
 from ..nn.galerkin_attention import AttentionType
 from ..nn.galerkin_encoder_layer import GalerkinEncoderLayer, LayerNormScheme
 from ..nn.spectral_conv import SpectralConv
+from ._checks import check_even
 from .interpolation_cnn import Downsample, Upsample, coarse_axis
 from .tno_layer import Activation, resolve_activation
 
@@ -353,14 +354,6 @@ def _grid(mesh: Mesh | Tensor, who: str) -> Grid:
 
 
 def _even_grid(mesh: Mesh | Tensor) -> Grid:
-    """A Grid with even spacing, without which its Fourier modes are not those of the function."""
     grid = _grid(mesh, "the spectral decoder")
-    if grid.device.type == "cpu" and not torch.compiler.is_compiling():
-        for i, axis in enumerate(grid.axes):
-            gaps = axis.detach().diff()
-            if len(gaps) > 0 and bool(gaps.max() > 1.01 * gaps.min()):
-                raise ValueError(
-                    f"mesh must be evenly spaced for the spectral decoder, was spaced from {gaps.min():g} to "
-                    f"{gaps.max():g} along axis {i}"
-                )
+    check_even(grid, "the spectral decoder")
     return grid

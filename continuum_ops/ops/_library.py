@@ -91,8 +91,27 @@ _WINDOW = (
 )
 LIBRARY.define(f"window_attention({_WINDOW}) -> (Tensor out, Tensor lse)")
 LIBRARY.define(f"window_attention_backward(Tensor grad_out, Tensor grad_lse, {_WINDOW}) -> Tensor[]")
+# query (B, *grid, H, D), key (B, *kgrid, H, D), value (B, *kgrid, H, Dv), grids of 1 to 3 axes that
+# patch_size divides; weights (W, *grid), W = 1 or B, in the accumulation dtype. out (B, *grid, H, Dv), lse
+# (B, H, P) for P patches of queries. probabilities (B, H, P, Pk), in the accumulation dtype, are kept for the
+# backward where they have no more elements than query, else of shape (0,): the backward computes them again.
+_PATCH = "Tensor query, Tensor key, Tensor value, Tensor? weights"
+LIBRARY.define(
+    f"patch_attention_forward({_PATCH}, int[] patch_size, float scale) "
+    "-> (Tensor out, Tensor lse, Tensor probabilities)"
+)
+# needs: one for each of the four inputs; gradients that are not needed have shape (0,).
+LIBRARY.define(
+    f"patch_attention_backward(Tensor grad_out, Tensor? grad_lse, {_PATCH}, Tensor lse, "
+    "Tensor probabilities, int[] patch_size, float scale, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
+)
 # Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
+# The kept Fourier modes of each patch, (B, *grid, C) <-> (modes, 2, B, patches, C); see _fourier_patch_modes.
+_PATCH_MODES = "int[] patches, int[] points, int[] up, int[] down, bool dense, bool mean"
+LIBRARY.define(f"patch_analysis(Tensor u, {_PATCH_MODES}) -> Tensor")
+LIBRARY.define(f"patch_synthesis(Tensor modes, {_PATCH_MODES}) -> Tensor")
 
 extension()  # imports the kernels, whose registrations need the schemas above
