@@ -19,6 +19,8 @@ TNO = {"d_model": 8, "num_heads": 2, "num_layers": 1, "dim_feedforward": 12, "dr
 PIT = {"width": 8, "num_heads": 2, "num_layers": 1, "encoder_quantile": 0.3, "decoder_quantile": 0.4}
 GT = {"d_model": 8, "num_heads": 2, "num_layers": 1, "dim_feedforward": 12, "modes": 3, "decoder_channels": 6}
 GT_2D = {"d_model": 6, "num_heads": 2, "num_layers": 1, "dim_feedforward": 8, "coarsening": 2.0}
+PATCHES = {"d_model": 8, "num_heads": 2, "num_layers": 1, "num_patches": 2, "patch_size": 6, "modes": 3}
+PATCHES |= {"dim_feedforward": 12, "final_spectral": 4}
 NO_DROPOUT = dict.fromkeys(
     ("attention_dropout", "dropout", "downsample_dropout", "upsample_dropout", "decoder_dropout"), 0.0
 )
@@ -46,7 +48,9 @@ class ModelCase:
         return model.to(dtype)
 
     def grid(self, dtype: torch.dtype = torch.float32, side: int | None = None) -> co.Grid:
-        return co.Grid.uniform((self.side if side is None else side,) * self._meta().coord_dim, dtype=dtype)
+        model = self._meta()
+        dim = model.coord_dim if hasattr(model, "coord_dim") else len(model.num_patches)
+        return co.Grid.uniform((self.side if side is None else side,) * dim, dtype=dtype)
 
     def _meta(self) -> Any:
         return co.models.preset(self.preset, device="meta", **self.settings)
@@ -81,6 +85,11 @@ PRESETS = [
     ModelCase("tno-lorenz63", TNO, 24),
     ModelCase("tno-cde", TNO, 24),
     ModelCase("tno-darcy64", TNO, 6),
+    *(
+        ModelCase(f"{name}-{data}", PATCHES)
+        for name in ("vitno", "fano")
+        for data in ("darcy416", "kolmogorov")
+    ),
     ModelCase("pit-inviscid-burgers", {**PIT, "latent": (7,)}, 24),
     ModelCase("pit-shock-tube", {**PIT, "latent": (7,)}, 24),
     ModelCase("pit-darcy", {**PIT, "latent": (3, 4)}, 6),
@@ -95,7 +104,8 @@ PRESETS = [
 ]
 
 # One preset of each class, for what takes long.
-CLASSES = [case for case in PRESETS if case.preset in ("tno-lorenz63", "pit-darcy", "galerkin-darcy")]
+REPRESENTATIVES = ("tno-lorenz63", "pit-darcy", "galerkin-darcy", "vitno-darcy416", "fano-darcy416")
+CLASSES = [case for case in PRESETS if case.preset in REPRESENTATIVES]
 
 
 def by_preset(cases: list[ModelCase]) -> pytest.MarkDecorator:

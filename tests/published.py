@@ -345,3 +345,85 @@ def spectral(s: State, name: str, v: Tensor) -> Tensor:
         out[:, :m, :m] = torch.einsum("bxyi,ioxy->bxyo", spectrum[:, :m, :m], up)
         out[:, -m:, :m] = torch.einsum("bxyi,ioxy->bxyo", spectrum[:, -m:, :m], down)
     return torch.fft.irfftn(out, s=v.shape[1:-1], dim=dims, norm="ortho")
+
+
+# --- CA: ViT-NO and FANO -------------------------------------------------------------------------
+
+
+def patch_parameters(
+    kind: str, channels: int, d: int, heads: int, hidden: int, side: int, modes: tuple[int, int], final: int
+) -> State:
+    r = Random(4)
+
+    def kernel(name: str, inner: int, out: int, sizes: tuple[int, ...]) -> None:
+        for block in (1, 2):
+            shape = (inner, out, *sizes)
+            r.state[f"{name}.weights{block}"] = torch.complex(r.draw(*shape), r.draw(*shape)) / math.sqrt(
+                inner
+            )
+
+    if kind == "vitno":
+        kernel("linear_in", channels + 2, d, modes)
+    else:
+        r.linear("linear_in", d, channels + 2)
+    for i in range(2):
+        p = f"encoder.layers.{i}"
+        r.state[f"{p}.self_attn.scaled_dot_product_attention.scale"] = torch.tensor([float(side**2)])
+        if kind == "vitno":
+            for letter in "qkvo":
+                r.linear(f"{p}.self_attn.W_{letter}", d, d)
+        else:
+            for role in ("query", "key", "value"):
+                kernel(f"{p}.self_attn.{role}_operator", d, d // heads, (*modes, heads))
+            r.linear(f"{p}.self_attn.out_linear", d, d)
+        r.linear(f"{p}.linear1", hidden, d)
+        r.linear(f"{p}.linear2", d, hidden)
+        r.norm(f"{p}.norm1", d)
+        r.norm(f"{p}.norm2", d)
+    r.linear("linear_out", 1, d)
+    kernel("smoothing", 1, 1, (final, final))
+    return r.state
+
+
+def two_blocks(s: State, name: str, v: Tensor, formula: str) -> Tensor:
+    """Spectral convolution over x, y of (.., x, y, c); the second block of rows is written last."""
+    spectrum = torch.fft.rfft2(v, dim=(-3, -2))
+    first, second = s[f"{name}.weights1"], s[f"{name}.weights2"]
+    m, n = first.shape[2:4]
+    top = torch.einsum(formula, spectrum[..., :m, :n, :], first)
+    bottom = torch.einsum(formula, spectrum[..., -m:, :n, :], second)
+    out = spectrum.new_zeros(*spectrum.shape[:-1], *top.shape[spectrum.dim() - 1 :])
+    axis = spectrum.dim() - 3
+    out.narrow(axis, 0, m).narrow(axis + 1, 0, n).copy_(top)
+    out.narrow(axis, out.shape[axis] - m, m).narrow(axis + 1, 0, n).copy_(bottom)
+    return torch.fft.irfft2(out, s=v.shape[-3:-1], dim=(axis, axis + 1))
+
+
+def patch_model(
+    s: State, kind: str, heads: int, u: Tensor, grid: Tensor, patches: int, norm_first: bool
+) -> Tensor:
+    """CA (20)-(28), (60)-(70); u (B, n, n, c), grid (n, n, 2): heads of ViT-NO and FANO are (d_k, heads)."""
+    batch, n = u.shape[:2]
+    v = torch.cat([u, grid.expand(batch, *grid.shape)], -1)
+    size = n // patches
+    v = v.reshape(batch, patches, size, patches, size, -1).transpose(2, 3).flatten(1, 2)
+    v = two_blocks(s, "linear_in", v, "bpxyi,ioxy->bpxyo") if kind == "vitno" else affine(s, "linear_in", v)
+    for i in range(2):
+        p = f"encoder.layers.{i}"
+        v = norm(s, f"{p}.norm1", v) if norm_first else v
+        a = f"{p}.self_attn"
+        if kind == "vitno":
+            q, k, w = (affine(s, f"{a}.W_{letter}", v).unflatten(-1, (-1, heads)) for letter in "qkv")
+        else:
+            q, k, w = (
+                two_blocks(s, f"{a}.{role}_operator", v, "bpxyi,ioxyh->bpxyoh")
+                for role in ("query", "key", "value")
+            )
+        score = torch.einsum("bpxydh,bqxydh->bhpq", q, k) / n**2
+        mixed = torch.einsum("bhpq,bqxydh->bpxydh", score.softmax(-1), w).flatten(-2)
+        v = v + affine(s, f"{a}.W_o" if kind == "vitno" else f"{a}.out_linear", mixed)
+        v = v if norm_first else norm(s, f"{p}.norm1", v)
+        v = norm(s, f"{p}.norm2", v + affine(s, f"{p}.linear2", gelu(affine(s, f"{p}.linear1", v))))
+    v = v.unflatten(1, (patches, patches)).transpose(2, 3).reshape(batch, n, n, -1)
+    z = affine(s, "linear_out", v)
+    return z + two_blocks(s, "smoothing", z, "bxyi,ioxy->bxyo") if "smoothing.weights1" in s else z

@@ -182,6 +182,53 @@ def test_pointwise_decoder(fc):
     torch.testing.assert_close(model(u, grid), right, **EXACT)
 
 
+# --- ViT-NO and FANO -----------------------------------------------------------------------------
+
+
+def convert_patches(kind: str, state: published.State, **options: object) -> torch.nn.Module:
+    heads = {"num_heads": 2} if kind == "vitno" else {}
+    options = {"num_patches": 2, "patch_size": 6, "norm_first": False, **heads, **options}
+    return getattr(convert, kind)(state, **options).eval()
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "norm first"])
+@pytest.mark.parametrize("modes", [(2, 3), (3, 4), (4, 4)], ids=["apart", "all", "overlapping"])
+@pytest.mark.parametrize("kind", ["vitno", "fano"])
+def test_patches(kind, modes, norm_first):
+    s = published.patch_parameters(kind, 1, 8, 2, 5, 12, modes, 7)
+    grid, u = co.Grid.uniform((12, 12), kind="periodic"), draw(2, 144, 1)
+    x = grid.points.view(12, 12, 2)
+    right = published.patch_model(s, kind, 2, u.view(2, 12, 12, 1), x, 2, norm_first)
+    model = convert_patches(kind, s, norm_first=norm_first)
+    torch.testing.assert_close(model(u, grid, weights="equal"), right.flatten(1, 2), **EXACT)
+    other = convert_patches(kind, s, norm_first=not norm_first)
+    assert not torch.allclose(other(u, grid, weights="equal"), right.flatten(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["vitno", "fano"])
+def test_patches_at_another_resolution(kind):
+    """The code then divides by the new number of points; its scale is saved as it was set last."""
+    s = published.patch_parameters(kind, 2, 8, 2, 5, 24, (3, 4), 6)
+    grid, u = co.Grid.uniform((24, 24), kind="cell"), draw(1, 576, 2)
+    x = grid.points.view(24, 24, 2)
+    right = published.patch_model(s, kind, 2, u.view(1, 24, 24, 2), x, 2, False)
+    got = convert_patches(kind, s)(u, grid, weights="equal")
+    torch.testing.assert_close(got, right.flatten(1, 2), **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["vitno", "fano"])
+def test_complex_weights_as_pairs_and_without_smoothing(kind):
+    s = published.patch_parameters(kind, 1, 8, 2, 5, 12, (2, 3), 5)
+    pairs = {key: torch.view_as_real(v) if v.is_complex() else v for key, v in s.items()}
+    state = convert_patches(kind, pairs).state_dict()
+    for key, value in convert_patches(kind, s).state_dict().items():
+        assert torch.equal(state[key], value)
+    rough = {key: v for key, v in s.items() if not key.startswith("smoothing")}
+    grid, u = co.Grid.uniform((12, 12), kind="periodic"), draw(1, 144, 1)
+    right = published.patch_model(rough, kind, 2, u.view(1, 12, 12, 1), grid.points.view(12, 12, 2), 2, False)
+    torch.testing.assert_close(convert_patches(kind, rough)(u, grid), right.flatten(1, 2), **EXACT)
+
+
 # --- errors --------------------------------------------------------------------------------------
 
 TNO = published.tno_parameters(1, 1, 1, 4, 2, 2, 6)
@@ -193,12 +240,15 @@ GT = published.galerkin_parameters(1, 6, 2, 1, 7, "galerkin")
 def load(code: str, state: published.State) -> object:
     if code == "tno":
         return convert.tno(state)
+    if code in ("vitno", "fano"):
+        return convert_patches(code, state)
     if code == "pit":
         return convert.pit(state, 2, encoder_quantile=0.1, decoder_quantile=0.1)
     return convert.galerkin_transformer(state, attention_type="galerkin")
 
 
-STATES = [("tno", TNO), ("pit", PIT), ("pit", OLD_PIT), ("gt", GT)]
+VITNO, FANO = (published.patch_parameters(kind, 1, 4, 2, 5, 12, (2, 3), 4) for kind in ("vitno", "fano"))
+STATES = [("tno", TNO), ("pit", PIT), ("pit", OLD_PIT), ("gt", GT), ("vitno", VITNO), ("fano", FANO)]
 # Without these, another form of the code is understood, or nothing is missing.
 OPTIONAL = {"pe_discrete", "even_inds", "odd_inds", "down.r"}
 KEYS = [(code, state, key) for code, state in STATES for key in state if key not in OPTIONAL]

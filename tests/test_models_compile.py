@@ -22,7 +22,7 @@ def compiled_and_plain(case: ModelCase, backend: str, dynamic: bool | None) -> N
     """Outputs and gradients at three sizes; the third compiles nothing if the size is a symbol."""
     model, plain = case.model(), case.model()
     compiled: Callable[..., Tensor] = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
-    sides = (case.side, case.side + 2, case.side + 5) if dynamic is not False else (case.side,)
+    sides = (case.side, case.side + 2, case.side + 6) if dynamic is not False else (case.side,)
     for i, side in enumerate(sides):
         inputs, mesh = case.inputs(side=side), case.mesh(model, side)
         with torch._dynamo.config.patch(error_on_recompile=i == 2):

@@ -10,6 +10,9 @@ function                         published code (names as in its state dicts)
 ================================ ============================================================================
 :func:`tno`                      CA: ``SimpleEncoder`` with ``linear_in_position`` and ``encoder.layers``, its
                                  attention with ``W_q``, ``W_k``, ``W_v``, ``W_o`` and ``scale``
+:func:`vitno`                    CA: ``SimpleEncoder`` with ``linear_in.weights1``, spectral, ``W_q`` and
+                                 ``smoothing.weights1``
+:func:`fano`                     CA: ``SimpleEncoder`` with ``self_attn.query_operator.weights1``
 :func:`pit`                      PiT in PyTorch: ``pit.py`` with ``down.lmda`` (heads concatenated), and
                                  its earlier form with ``down.r`` (heads split the width)
 :func:`galerkin_transformer`     GT: ``FourierTransformer`` (1-D) and ``FourierTransformer2D`` with
@@ -24,6 +27,7 @@ outputs, and boundary values set after the last layer, are no part of the state 
 
 from .continuum import tno
 from .galerkin import galerkin_transformer
+from .patches import fano, vitno
 from .position_induced import pit
 
-__all__ = ["galerkin_transformer", "pit", "tno"]
+__all__ = ["fano", "galerkin_transformer", "pit", "tno", "vitno"]

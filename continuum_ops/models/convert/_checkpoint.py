@@ -61,6 +61,12 @@ class Checkpoint:
         weight = self.take(f"{name}.weight", out_features, in_features)
         return weight, self.take(f"{name}.bias", weight.shape[0])
 
+    def complex(self, key: str, heads: bool) -> Tensor:
+        """Complex weights (in, out, modes, modes[, heads]) as pairs of real numbers, stored as either."""
+        if key in self._tensors and not self._tensors[key].is_complex():
+            return self.take(key, *(None,) * (5 if heads else 4), 2)
+        return torch.view_as_real(self.take(key, *(None,) * (5 if heads else 4)))
+
     def count(self, prefix: str) -> int:
         """How many of prefix0., prefix1., .. there are; at least one, or taking it says what is missing."""
         i = 0
