@@ -261,6 +261,7 @@ def test_state_dict_and_meta_device(kind_of_model):
         ({"modes": 9, "periodic_extension": True}, r"modes\[0\] must be at most 4 for patches of 4 points"),
         ({"dropout": 1.5}, "dropout must be a probability between 0 and 1, was 1.5"),
         ({"activation": "elu"}, "activation must be one of"),
+        ({"norm_residual": True}, "norm_first must be True with norm_residual, was False"),
         ({"smoothing": "neumann"}, 'boundary must be "periodic" or "dirichlet"'),
         ({"smoothing": ("periodic",) * 3}, "smoothing must be one name or one per axis of 2"),
         ({"final_spectral": 0}, "final_spectral must be at least 1, got 0"),

@@ -1,5 +1,6 @@
 """Neural operators built from the layers of `continuum_ops.nn`, and their published configurations."""
 
+from . import convert
 from .fano import FANO
 from .galerkin_transformer import GalerkinTransformer
 from .pit import PiT, PiTGeometry
@@ -17,6 +18,7 @@ __all__ = [
     "PiTGeometry",
     "Smoothing",
     "ViTNO",
+    "convert",
     "farthest_point_mesh",
     "pool_mesh",
     "preset",

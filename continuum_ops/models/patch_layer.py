@@ -24,7 +24,8 @@ class PatchEncoderLayer(nn.Module):
         v <- norm2(W2 v + F(v))        F(v) = linear2(f(linear1(v))) (CA 25)
 
     and with ``norm_first`` the pre-norm order v <- W1 v + A(norm1(v)), v <- W2 v + F(norm2(v)). W1 and W2
-    are as in `TNOEncoderLayer`. (B, *grid, d_model) -> the same.
+    are as in `TNOEncoderLayer`. ``norm_residual`` normalises what the residuals carry too, v <- norm1(v),
+    v <- W1 v + A(v), v <- norm2(W2 v + F(v)). (B, *grid, d_model) -> the same.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PatchEncoderLayer(nn.Module):
         *,
         norm_first: bool,
         residual_weights: bool,
+        norm_residual: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -48,7 +50,7 @@ class PatchEncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(d_model, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.activation = activation
-        self.norm_first = norm_first
+        self.norm_first, self.norm_residual = norm_first, norm_residual
         self.residual1: nn.Module = nn.Identity()
         self.residual2: nn.Module = nn.Identity()
         if residual_weights:
@@ -56,6 +58,10 @@ class PatchEncoderLayer(nn.Module):
             self.residual2 = identity_map(d_model, device, dtype)
 
     def forward(self, v: Tensor, weights: Tensor | None) -> Tensor:
+        if self.norm_residual:
+            v = self.norm1(v)
+            v = self.residual1(v) + self._attend(v, weights)
+            return self.norm2(self.residual2(v) + self._feed_forward(v))
         if self.norm_first:
             v = self.residual1(v) + self._attend(self.norm1(v), weights)
             return self.residual2(v) + self._feed_forward(self.norm2(v))

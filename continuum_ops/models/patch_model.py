@@ -31,6 +31,7 @@ class PatchOptions(NamedTuple):
     dropout: float
     activation: Activation
     norm_first: bool
+    norm_residual: bool
     residual_weights: bool
     final_spectral: tuple[int, ...] | None
     smoothing: Smoothing | None
@@ -55,6 +56,7 @@ def check_options(
     dropout: float,
     activation: str | Activation,
     norm_first: bool,
+    norm_residual: bool,
     residual_weights: bool,
     final_spectral: int | Sequence[int] | None,
     smoothing: str | Sequence[str] | None,
@@ -82,6 +84,8 @@ def check_options(
         raise ValueError(f"d_model must be divisible by num_heads, was {d_model} with num_heads {num_heads}")
     if not 0.0 <= dropout <= 1.0:
         raise ValueError(f"dropout must be a probability between 0 and 1, was {dropout}")
+    if norm_residual and not norm_first:
+        raise ValueError("norm_first must be True with norm_residual, was False")
     points = per_axis("patch_size", patch_size, coord_dim)
     kept = per_axis("modes", modes, coord_dim)
     for i, (n, m) in enumerate(zip(points, kept, strict=True)):
@@ -108,6 +112,7 @@ def check_options(
         dropout,
         resolve_activation(activation),
         norm_first,
+        norm_residual,
         residual_weights,
         None if final_spectral is None else per_axis("final_spectral", final_spectral, coord_dim),
         smooth,
@@ -143,6 +148,7 @@ class PatchModel(nn.Module):
                 options.dropout,
                 options.activation,
                 norm_first=options.norm_first,
+                norm_residual=options.norm_residual,
                 residual_weights=options.residual_weights,
                 device=device,
                 dtype=dtype,

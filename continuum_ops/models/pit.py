@@ -247,6 +247,8 @@ class PiT(nn.Module):
             v = layer(v, geometry.output, weights)
         return self.projection(v)
 
+    # Radii and latent meshes are made once and kept by the identity of mesh objects: work for eager mode.
+    @torch.compiler.disable(reason="pass PiT a geometry made outside: model(u, model.geometry(mesh))")
     def geometry(
         self,
         mesh: Mesh | Tensor,
@@ -258,7 +260,8 @@ class PiT(nn.Module):
         The model keeps what it finds for the last 16 combinations of `Mesh` objects and finds it again as
         long as the objects are the same and their tensors were not written to. Nothing is kept for tensors,
         for coordinates that require a gradient, or inside a transform of torch.func; hold on to the result
-        where these come again.
+        where these come again. torch.compile and torch.export do not see into this method: give a compiled
+        model what it returns.
 
         Arguments and errors as of :meth:`forward`.
         """

@@ -50,6 +50,8 @@ class ViTNO(PatchModel):
         dropout: probability, placed as in ``torch.nn.TransformerEncoderLayer``.
         activation: "gelu", "relu", "silu", "tanh" or a function of a tensor.
         norm_first: normalise before a sub-layer instead of after the sum of CA (10).
+        norm_residual: with norm_first, the residual too: v <- norm1(v), v <- W1 v + A(v), v <- norm2(W2 v +
+            F(v)), as the published code has it.
         residual_weights: learnable W1, W2 of CA (10), which start as the identity. CA section 6 uses the
             identity itself: False.
         scale: factor of the integrals in the scores; CA (63) has 1, and its integrals over one of P patches
@@ -89,6 +91,7 @@ class ViTNO(PatchModel):
         dropout: float = 0.0,
         activation: str | Activation = "gelu",
         norm_first: bool = False,
+        norm_residual: bool = False,
         residual_weights: bool = False,
         scale: float = 1.0,
         periodic_extension: bool = False,
@@ -115,6 +118,7 @@ class ViTNO(PatchModel):
             dropout=dropout,
             activation=activation,
             norm_first=norm_first,
+            norm_residual=norm_residual,
             residual_weights=residual_weights,
             final_spectral=final_spectral,
             smoothing=smoothing,
