@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-Match = Callable[[int], Tensor | None]
-"""Number of keys -> the weights of the innermost block of that length, or None."""
-
 
 class Mesh(Protocol):
     """Anything that knows its quadrature weights, such as ``continuum_ops.Grid``."""
@@ -41,8 +38,8 @@ class Block(TorchFunctionMode):
     """One ``quadrature`` block: its weights, and what the attention under it made of them.
 
     It is a mode on the thread's stack of torch functions, where torch.compile finds and guards it too.
-    ``answers`` maps functions of torch to those that are called in their place inside the block, with a
-    :data:`Match` as their first argument.
+    ``answers`` maps functions of torch to those that are called in their place inside the block, with the
+    block as their first argument.
     """
 
     def __init__(self, weights: Tensor, answers: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
@@ -86,10 +83,13 @@ class Block(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the same; torch.compile does not trace the method under a mode
         answer = self.answers.get(func)
-        return func(*args, **kwargs) if answer is None else answer(self._match, *args, **kwargs)
+        return func(*args, **kwargs) if answer is None else answer(self, *args, **kwargs)
 
-    def _match(self, num_keys: int) -> Tensor | None:
+    def match(self, num_keys: int) -> Tensor | None:
+        """The weights of the innermost block of that length, for an answer."""
         # While a mode handles a call it is off the stack, which then holds the blocks around it.
         return _innermost_match([self, *_blocks_on_stack()], num_keys)
 

@@ -1,23 +1,24 @@
-"""Attention functions of ``torch.nn.functional`` with quadrature weights, for the calls inside a block."""
+"""What a quadrature block calls in place of torch's attention functions."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention.bias import CausalBias
 
 from ..ops.continuum_attention import continuum_attention
-from ._quadrature_blocks import Match
+from ._quadrature_blocks import Block
 from .multihead_attention import MultiheadAttention
 
 
 def scaled_dot_product_attention(
-    match: Match,
+    block: Block,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -28,13 +29,13 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional's function of this name, by continuum attention if ``match`` knows the length."""
+    """torch.nn.functional's function of this name, by continuum attention if a block has the length."""
     if query.is_nested or key.is_nested or value.is_nested:
         raise ValueError(
             "nested tensors have no one length that quadrature weights could fit: pad them and give "
             "quadrature(weights, mask), or run this model outside of the block"
         )
-    w = match(key.shape[-2]) if key.dim() >= 2 else None
+    w = block.match(key.shape[-2]) if key.dim() >= 2 else None
     if w is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -111,8 +112,8 @@ class _Layer:
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-def multi_head_attention_forward(match: Match, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """torch.nn.functional's function of this name, by this package's layer if ``match`` knows the length.
+def multi_head_attention_forward(block: Block, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """torch.nn.functional's function of this name, by this package's layer if a block has the length.
 
     Torch's own would call scaled_dot_product_attention with the appended keys already there, and with
     need_weights=True not at all.
@@ -120,7 +121,7 @@ def multi_head_attention_forward(match: Match, *args: Any, **kwargs: Any) -> tup
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    w = match(given["key"].shape[0])
+    w = block.match(given["key"].shape[0])
     if w is None:
         return F.multi_head_attention_forward(*args, **kwargs)
     for name in ("static_k", "static_v"):
@@ -132,14 +133,63 @@ def multi_head_attention_forward(match: Match, *args: Any, **kwargs: Any) -> tup
     )
 
 
-def _unflatten(match: Match, x: Tensor, dim: Any, sizes: Any) -> Tensor:
-    return torch.unflatten(x, dim, sizes)
+def _backward(
+    block: Block,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """torch.autograd.backward with the block on the stack, for checkpointed layers that run again there.
+
+    Gradient edges instead of tensors, since torch does not pass a call without tensors to modes: it would
+    take the block off the stack for the time of the call.
+    """
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+    edges = _edges(tensors)
+    if inputs is not None or edges is None:
+        torch.autograd.backward(tensors, grad_tensors, **options)
+        return
+    with block:
+        torch.autograd.backward(edges, grad_tensors, **options)
+
+
+def _tensor_backward(
+    block: Block,
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    _backward(block, tensor, gradient, retain_graph, create_graph, inputs)
+
+
+def _grad(block: Block, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad likewise."""
+    outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    starts, ends = _edges(outputs), _edges(inputs)
+    if starts is None or ends is None or kwargs.get("materialize_grads", False):
+        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    with block:
+        return torch.autograd.grad(starts, ends, *args, **kwargs)
+
+
+def _edges(tensors: Sequence[Any]) -> list[GradientEdge] | None:
+    """None where there is no such edge, which torch then says in its own words."""
+    if any(isinstance(t, Tensor) and not t.requires_grad for t in tensors):
+        return None
+    return [get_gradient_edge(t) if isinstance(t, Tensor) else t for t in tensors]
 
 
 ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.multi_head_attention_forward: multi_head_attention_forward,
-    # The same, but torch.compile traces only the function under a mode, not the method.
-    Tensor.unflatten: _unflatten,
+    torch.autograd.backward: _backward,
+    Tensor.backward: _tensor_backward,
+    torch.autograd.grad: _grad,
 }
 """What a quadrature block calls in place of which function of torch."""
