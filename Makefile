@@ -26,7 +26,7 @@ test: $(STAMP)
 # TORCH again, so that no package brings another torch along.
 test-models: $(STAMP)
 	$(PIP) $(foreach word,$(TORCH),'$(word)') -r tests/requirements-models.txt
-	$(PYTEST) -m models
+	$(PYTEST) -m models tests/test_real_models.py
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
