@@ -8,10 +8,11 @@ namespace {
 
 struct Kernels {
   const ContinuumAttentionKernels* continuum;
+  const PatchAttentionKernels* patch;
   const PositionAttentionKernels* position;
 };
 
-#define CO_KERNELS(isa) {&isa::continuum_attention, &isa::position_attention}
+#define CO_KERNELS(isa) {&isa::continuum_attention, &isa::patch_attention, &isa::position_attention}
 
 const std::vector<Kernels>& available() {
   static const std::vector<Kernels> kernels = [] {
@@ -58,6 +59,7 @@ void set_isa(const std::string& name) {
 }
 
 const ContinuumAttentionKernels& continuum_attention_kernels() { return *current().load()->continuum; }
+const PatchAttentionKernels& patch_attention_kernels() { return *current().load()->patch; }
 const PositionAttentionKernels& position_attention_kernels() { return *current().load()->position; }
 
 }  // namespace continuum_ops

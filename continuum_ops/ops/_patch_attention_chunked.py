@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -249,7 +249,7 @@ def double_backward(
     A block of query patches is a function of its own rows and of all keys and values.
     """
     with torch.enable_grad(), torch.autocast(x.query.device.type, enabled=False):
-        tensors = [None if t is None else t.detach().requires_grad_() for t in x.tensors()]
+        tensors: list[Any] = [None if t is None else t.detach().requires_grad_() for t in x.tensors()]
         x = Inputs(*(*tensors, x.patch_size, x.scale))
         grad_out = grad_out.detach().requires_grad_()
         grad_lse = None if grad_lse is None else grad_lse.detach().requires_grad_()
