@@ -90,9 +90,9 @@ def join(rows: Tensor, grid: torch.Size, sizes: list[int]) -> Tensor:
 
 def grads_for(x: Inputs, seed: int = 9) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    out = torch.randn(
-        (*x.query.shape[:-1], x.value.shape[-1]), generator=g, dtype=torch.float64
-    ).to(x.query.dtype)
+    out = torch.randn((*x.query.shape[:-1], x.value.shape[-1]), generator=g, dtype=torch.float64).to(
+        x.query.dtype
+    )
     patches = math.prod(n // s for n, s in zip(x.query.shape[1:-2], x.patch_size, strict=True))
     lse = torch.randn(x.query.shape[0], x.query.shape[-2], patches, generator=g, dtype=torch.float64)
     return out, lse.to(x.accumulation)
@@ -134,7 +134,10 @@ def exact(x: Inputs, grad_out: Tensor, grad_lse: Tensor) -> tuple[dict[str, Tens
     grid = x.query.shape[1:-2]
     result = {"out": join(out, grid, x.patch_size), "lse": lse, **results(a, ds, q, k, g, x.scale)}
     spread = torch.einsum("bhpj,bhjxc->bhpxc", a * wobble, v.abs()) if size.numel() else out
-    terms = {"out": join(spread, grid, x.patch_size), "lse": size.amax().reshape(1) + 1 if size.numel() else lse}
+    terms = {
+        "out": join(spread, grid, x.patch_size),
+        "lse": size.amax().reshape(1) + 1 if size.numel() else lse,
+    }
     rest = results(a * wobble, ds_size, q.abs(), k.abs(), g.abs(), abs(x.scale))
     return result, {**terms, **rest}
 

@@ -1,7 +1,7 @@
 """patch_attention: this package, the usual way (rearrange, einsum, softmax, einsum, rearrange), batched BLAS.
 
-Square grids of 13 x 13 patches, B = 1, 8 heads of 16 channels: n points, with quadrature weights. What is compared is
-the whole output and every gradient; the floor beside the times is that of the bytes that have to be moved.
+Square grids of 13 x 13 patches, B = 1, 8 heads of 16 channels: n points, with quadrature weights. The
+whole output and every gradient are compared; the floor beside the times is that of the bytes to be moved.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def flops(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Inputs:
-    """query, key, value, grad_out (1, n, n, H, D), weights (n, n) float32, points of a patch along an axis."""
+    """query, key, value, grad_out (1, n, n, H, D), weights (n, n), points of a patch along an axis."""
 
     query: Tensor
     key: Tensor
@@ -87,9 +87,7 @@ def make_inputs(n: int, channels: int, dtype: torch.dtype, device: torch.device)
     side = math.isqrt(n)
     g = torch.Generator(device).manual_seed(1000 * channels + n)
     shape = (1, side, side, HEADS, channels)
-    query, key, value, grad_out = (
-        torch.randn(shape, generator=g, device=device).to(dtype) for _ in range(4)
-    )
+    query, key, value, grad_out = (torch.randn(shape, generator=g, device=device).to(dtype) for _ in range(4))
     patch = side // PATCHES
     scale = (patch * patch * channels) ** -0.5
     weights = scale * (0.5 + torch.rand(side, side, generator=g, device=device))
@@ -132,7 +130,11 @@ def ours(x: Inputs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return co.patch_attention(query, key, value, x.patch, x.weights)
 
 
-ATTEND: dict[str, Callable[[Inputs, Tensor, Tensor, Tensor], Tensor]] = {OURS: ours, EINSUM: usual, BLAS: blas}
+ATTEND: dict[str, Callable[[Inputs, Tensor, Tensor, Tensor], Tensor]] = {
+    OURS: ours,
+    EINSUM: usual,
+    BLAS: blas,
+}
 
 
 def exact(x: Inputs, passes: str) -> dict[str, Tensor]:
@@ -175,7 +177,7 @@ def candidate(name: str, case: Case, inputs: CaseInputs) -> Candidate:
 
 
 def small(device: torch.device) -> None:
-    """Tiles of both sizes, each dtype, vectors and single channels: forward and backward, two weights zero."""
+    """Tiles of both sizes, each dtype, vectors and single channels; two weights are zero."""
     for dtype in (torch.float32, torch.bfloat16):
         for channels, count, patch in ((16, 3, 5), (5, 3, 5), (8, 9, 2)):
             g = torch.Generator(device).manual_seed(channels)

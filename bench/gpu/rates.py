@@ -1,4 +1,4 @@
-"""What the card allows: exponentials, matrix products and bytes per second. Needs Triton and a CUDA device."""
+"""What the card allows: exponentials, products, bytes per second. Needs Triton and a CUDA device."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ Row = Mapping[str, Any]
 LEGEND = (
     "Cells: median (min-max) ms; **time divided by ours**; largest error against float64 of the output or "
     "any gradient, relative to its largest entry; memory beyond inputs and outputs. Floors: what the rates "
-    "measured on this card allow for the exponentials, for the bytes of the tensors and for the matrix products, "
-    "each alone."
+    "measured on this card allow for exponentials, the tensors' bytes and matrix products, each alone."
 )
 
 
