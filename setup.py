@@ -65,8 +65,12 @@ SOURCES = [
     "module.cpp",
 ]
 
-CUDA_SOURCES = ["position_attention.cu", "position_attention_backward.cu"]
-CUDA_BINDINGS = ["position_attention_cuda.cpp"]
+CUDA_SOURCES = [
+    *("position_attention.cu", "position_attention_backward.cu"),
+    *("patch_attention.cu", "patch_attention_backward.cu"),
+    *("patch_attention_products.cu", "patch_attention_mix.cu"),
+]
+CUDA_BINDINGS = ["position_attention_cuda.cpp", "patch_attention_cuda.cpp"]
 CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 WARNINGS = "-Wall -Wno-psabi -Wno-uninitialized"

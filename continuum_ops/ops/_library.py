@@ -115,6 +115,16 @@ LIBRARY.define(
     "Tensor probabilities, int[] patch_size, float scale, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
+# The CUDA library's own: as the two above, with tf32, one TF32 product for float32 instead of three.
+LIBRARY.define(
+    f"patch_attention_cuda_forward({_PATCH}, int[] patch_size, float scale, bool tf32) "
+    "-> (Tensor out, Tensor lse, Tensor probabilities)"
+)
+LIBRARY.define(
+    f"patch_attention_cuda_backward(Tensor grad_out, Tensor? grad_lse, {_PATCH}, Tensor lse, "
+    "Tensor probabilities, int[] patch_size, float scale, bool[] needs, bool tf32) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
+)
 # Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
