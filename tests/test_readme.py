@@ -28,6 +28,7 @@ def test_examples_run():
     expected = (q.double() @ k.double().mT / q.shape[-1] ** 0.5 + w.log()).softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
     assert names["y"].shape == (1, 1024, 1)
+    _check_laplacian(names)
     assert w.sum().item() == pytest.approx(1.0, abs=1e-12)
 
 
@@ -53,3 +54,17 @@ def test_put_it_into_your_model():
     expected = layer.out.double()((p @ v).transpose(1, 2).flatten(-2))
     layer.float()
     torch.testing.assert_close(layer(u, mesh.weights).double(), expected, rtol=0, atol=1e-5)
+
+
+def _check_laplacian(names):
+    """Against central differences in float64."""
+    model, grid, u, x = names["model"].double(), names["grid"], names["u"].double(), names["x"].double()
+    h = 1e-3
+    with torch.no_grad():
+        values = [model(u, grid, x + s * h * e)[0, :, 0] for e in torch.eye(2) for s in (1, -1, 0, 0)]
+    exact = (values[0] + values[1] + values[4] + values[5] - values[2] * 2 - values[6] * 2) / h**2
+    torch.testing.assert_close(
+        names["laplacian"].double(), exact, rtol=0, atol=1e-3 * exact.abs().max().item()
+    )
+    slope = model.decoder.rate_parameter.grad
+    assert slope is not None and slope.isfinite().all() and slope.abs().min() > 0

@@ -31,7 +31,7 @@ def composite(*args: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(f"{_OP}: forward-mode derivatives with dropout_p > 0 are not implemented")
     leads, rows = x.query.shape[:-2], x.query.shape[-2]
     dtype = accumulation_dtype(x.query.dtype)
-    checked = {
+    checked: dict[str, Any] = {
         name: None if tensor is None else check_nonnegative(tensor, _OP, name, finite=name == "weights")
         for name, tensor in (("weights", x.weights), ("rate", x.rate), ("radius", x.radius))
     }
@@ -50,8 +50,9 @@ def composite(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _folded(x: Inputs, in_dims: Sequence[int | None], batch: int, full: set[str], headless: bool) -> Inputs:
     """The batch of a vmap as a leading dimension of all tensors, full in those that are named."""
-    fields: dict[str, Tensor | None] = {}
-    for name, tensor, dim in zip(Inputs._fields[:_SEED], x[:_SEED], in_dims, strict=False):
+    tensors: tuple[Any, ...] = x[:_SEED]
+    fields: dict[str, Any] = {}
+    for name, tensor, dim in zip(Inputs._fields[:_SEED], tensors, in_dims, strict=False):
         if tensor is None:
             fields[name] = None
             continue
@@ -96,7 +97,7 @@ def _backward_rule(
     """(grad_out, grad_lse, *tensors, [out, lse, stats,] *options, what is needed)."""
     if args[2 + _SEED] is not None:
         return one_by_one(apply, info, in_dims, args)
-    x = Inputs(*args[2 : 2 + TENSORS], None, 1.0, 0.0, False)
+    x = Inputs(*(*args[2 : 2 + TENSORS], None, 1.0, 0.0, False))
     headless = _headless(x.query, in_dims[2])
     # Gradients have the sizes of their inputs: a shared one would be the sum over the batch.
     full = {*Inputs._fields[:DIFFERENTIABLE]}

@@ -159,8 +159,8 @@ def _pullback(
             inputs[i] = variable
         return operator.composite(*inputs, *options)
 
-    (_, lse), pull = torch.func.vjp(function, *(tensors[i] for i in wanted))
-    found = pull((grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse))
+    outputs, pull, *_ = torch.func.vjp(function, *(tensors[i] for i in wanted))
+    found = pull((grad_out, torch.zeros_like(outputs[1]) if grad_lse is None else grad_lse))
     grads: list[Tensor | None] = [None] * operator.gradients
     for i, grad in zip(wanted, found, strict=True):
         grads[i] = grad

@@ -91,9 +91,11 @@ def continuum_attention(
     to a 16-bit dtype once.
 
     Gradients exist for query, key, value, weights, a floating attn_mask, query_pos, key_pos and rate,
-    through out and lse, and so do second derivatives; third derivatives and
-    forward-mode derivatives raise. Under autocast, query, key
-    and value take the autocast dtype (unless they are float64) and nothing else does.
+    through out and lse, and so do second derivatives; third derivatives in reverse mode raise. Forward mode
+    (``torch.func.jvp``, ``jacfwd``, ``torch.autograd.forward_ad``) has derivatives of any order, in PyTorch
+    with O(N * chunk) memory where all are forward ones; not with dropout. Under ``torch.func.vmap`` the batch
+    becomes a leading dimension of the same kernels. Under autocast, query, key and value take the autocast
+    dtype (unless they are float64) and nothing else does.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

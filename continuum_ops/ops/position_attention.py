@@ -75,8 +75,11 @@ def position_attention(
     once.
 
     Gradients exist for query_pos, key_pos, value, rate and weights, through out and lse, and so do second
-    derivatives; third derivatives and forward-mode derivatives raise. Under autocast, value takes the
-    autocast dtype (unless it is float64) and nothing else does.
+    derivatives; third derivatives in reverse mode raise. Forward mode (``torch.func.jvp``, ``jacfwd``,
+    ``torch.autograd.forward_ad``) has derivatives of any order, in PyTorch with O(N * chunk) memory where all
+    are forward ones. Under ``torch.func.vmap`` the batch joins that of value, or the heads where rate has it;
+    where both have it, entries are computed one by one. Under autocast, value takes the autocast dtype
+    (unless it is float64) and nothing else does.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

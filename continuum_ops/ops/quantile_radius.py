@@ -54,7 +54,7 @@ def quantile_radius(
 
     Returns:
         radius (N,), or (B, N) if one of the positions has a batch; float32, or float64 if a position is
-        float64. It has no gradient.
+        float64. It has no gradient; ``torch.func.vmap`` and ``torch.compile`` take it.
 
     Raises:
         TypeError: positions that are not floating-point tensors, a quantile or period that are not numbers.
