@@ -1,7 +1,7 @@
-"""Short cuts for plain CPU tensors, whose small problems take less time than the checks of their arguments.
+"""Short cuts for plain CPU tensors, whose small problems take less than the checks of their arguments.
 
-The C++ kernels check everything they rely on. So a public function may call one first, and make its own checks,
-which say what is wrong in the user's terms, if the kernel refuses. What intercepts calls (torch.compile,
+The C++ kernels check everything they rely on. So a public function may call one first, and make its own
+checks, which say what is wrong in the user's terms, if the kernel refuses. What intercepts calls (compilation,
 functorch, forward mode, autocast, tracing, subclasses) takes the ordinary way.
 """
 
@@ -53,7 +53,7 @@ def records_gradients(*tensors: Any) -> bool:
     """Whether the derivative will be asked for."""
     if not _grad_enabled():
         return False
-    for tensor in tensors:
+    for tensor in tensors:  # noqa: SIM110  (any() makes a generator, which costs more than the loop)
         if tensor is not None and tensor.requires_grad:
             return True
     return False

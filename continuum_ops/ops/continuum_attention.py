@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _checks as shared
-from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
 from . import _continuum_attention_checks as checks
+from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
 from . import _direct as direct
 from ._continuum_attention_autograd import apply_plain, forward_op, plain_op
 from ._continuum_attention_chunked import accumulation_dtype
