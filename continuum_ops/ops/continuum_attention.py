@@ -157,7 +157,10 @@ def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal
     if (
         direct.intercepts(query, key, value)
         or (scale is not None and not (type(scale) is float and abs(scale) <= 1e38))
-        or (weights is not None and (type(weights) not in direct.PLAIN or weights.dtype is not query.dtype))
+        or (
+            weights is not None
+            and (type(weights) not in direct.PLAIN or not weights.is_cpu or weights.dtype is not query.dtype)
+        )
     ):
         return None
     arguments = (query, key, value, weights, scale, bool(is_causal))
