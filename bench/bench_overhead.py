@@ -34,7 +34,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A call, the formula that it must agree with, and the inputs of both: those with gradients, the others."""
+    """A call, the formula that it must agree with, and the inputs of both, those with gradients first."""
 
     attend: Callable[..., Any]
     formula: Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""Calls on tiny inputs under pytest-benchmark: ``pytest bench --benchmark-only``, with the inputs of the script."""
+"""Tiny calls under pytest-benchmark: ``pytest bench --benchmark-only``, with the inputs of the script."""
 
 from __future__ import annotations
 

@@ -54,12 +54,11 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type) {
   return Tensor(handle);
 }
 
+// The data of t with other sizes and strides; the offset that the call takes is beyond t's own.
 inline Tensor viewed(const Tensor& t, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
-  int64_t offset = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(t.get(), int64_t(sizes.size()), sizes.data(), strides.data(), offset, &handle));
+      aoti_torch__reinterpret_tensor(t.get(), int64_t(sizes.size()), sizes.data(), strides.data(), 0, &handle));
   return Tensor(handle);
 }
 

@@ -154,6 +154,15 @@ def test_subclasses_are_not_passed_by(kind):
     assert isinstance(out, Named)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_storage_offsets(kind):
+    op, inputs = make(kind)
+    moved = [torch.cat([torch.full_like(t[:1], 7.0), t])[1:] for t in inputs]
+    assert all(t.storage_offset() > 0 for t in moved)
+    expected = formula(kind, *inputs)
+    assert (op(*moved) - expected).abs().max().item() <= 1e-13 * expected.abs().max().item()
+
+
 def test_what_intercepts():
     x = torch.ones(2)
     assert direct.intercepts(x) == (not direct.KERNELS)

@@ -119,7 +119,7 @@ torch.library.register_autograd(
 
 
 class Plain(torch.autograd.Function):
-    """The same derivative for what most calls have, without what the registration does for every transform."""
+    """The same derivative for what most calls have, without what the registration does for transforms."""
 
     @staticmethod
     def forward(

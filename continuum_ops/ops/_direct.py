@@ -1,8 +1,8 @@
-"""Short cuts for plain CPU tensors, whose small problems take less time than the checks of their arguments.
+"""Short cuts for plain CPU tensors, whose small problems take less than the checks of their arguments.
 
-The C++ kernels check everything they rely on. So a public function may call one first, and make its own checks,
-which say what is wrong in the user's terms, if the kernel refuses. What intercepts calls (torch.compile,
-functorch, forward mode, autocast, tracing, subclasses) takes the ordinary way.
+The C++ kernels check everything they rely on. So a public function may call one first, and make its own
+checks, which say what is wrong in the user's terms, if the kernel refuses. What intercepts calls
+(torch.compile, functorch, forward mode, autocast, tracing, subclasses) takes the ordinary way.
 """
 
 from __future__ import annotations
@@ -39,21 +39,19 @@ def intercepted() -> bool:
     )
 
 
-def intercepts(first: Any, *others: Any) -> bool:
+def intercepts(*tensors: Any) -> bool:
     """Whether a call with these is anything but plain: of subclasses, on another device, or intercepted."""
-    if not KERNELS or type(first) not in PLAIN or not first.is_cpu:
-        return True
-    for tensor in others:  # those on another device are refused by operators that exist on the CPU alone
-        if type(tensor) not in PLAIN:
+    for tensor in tensors:
+        if type(tensor) not in PLAIN or not tensor.is_cpu:
             return True
-    return intercepted()
+    return not KERNELS or intercepted()
 
 
 def records_gradients(*tensors: Any) -> bool:
     """Whether the derivative will be asked for."""
     if not _grad_enabled():
         return False
-    for tensor in tensors:
+    for tensor in tensors:  # noqa: SIM110  (any() makes a generator, which costs more than the loop)
         if tensor is not None and tensor.requires_grad:
             return True
     return False

@@ -25,8 +25,8 @@ _INPUTS = (
 # stats is the kernel's own record of each row (a shift and the denominator relative to it), from which the
 # backward recomputes probabilities to full relative accuracy; lse alone is too coarse for logits of 1e4.
 LIBRARY.define(f"continuum_attention_forward({_INPUTS}) -> (Tensor out, Tensor lse, Tensor stats)")
-# On CPU tensors as users pass them, leading dimensions that broadcast, no scale for 1 / sqrt(D); its derivative
-# is the one above.
+# On CPU tensors as users pass them, leading dimensions that broadcast, no scale for 1 / sqrt(D); its
+# derivative is the one below.
 LIBRARY.define(
     "continuum_attention_plain(Tensor query, Tensor key, Tensor value, Tensor? weights, float? scale, "
     "bool is_causal) -> (Tensor out, Tensor stats)"
@@ -60,8 +60,8 @@ LIBRARY.define(
     f"position_attention_forward({_POSITION}, Tensor? radius, float[]? period) "
     "-> (Tensor out, Tensor lse, Tensor stats)"
 )
-# On CPU tensors as users pass them, the points shared by the batch: (N, d), (M, d), (B, M, C) or (B, H, M, C),
-# (H,), (M,); its derivative is the one above.
+# On CPU tensors as users pass them, the points shared by the batch: (N, d), (M, d), (B, M, C) or
+# (B, H, M, C), (H,), (M,); its derivative is the one below.
 LIBRARY.define(f"position_attention_plain({_POSITION}) -> (Tensor out, Tensor lse, Tensor stats)")
 # needs: one for each of the first five inputs; gradients that are not needed have shape (0,).
 LIBRARY.define(
@@ -129,7 +129,8 @@ LIBRARY.define(
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
 # The same product in one kernel of the CPU, float32 or float64, leading dimensions and dtypes equal, weights
-# that broadcast to (*L, M); its derivative is galerkin_attention's. grad_weights (*L, M), or (0,) if not wanted.
+# that broadcast to (*L, M); its derivative is galerkin_attention's. grad_weights: (*L, M), or (0,) if not
+# wanted.
 LIBRARY.define("galerkin_attention_small(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define(
     "galerkin_attention_small_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "

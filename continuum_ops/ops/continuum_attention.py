@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _checks as shared
-from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
 from . import _continuum_attention_checks as checks
+from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
 from . import _direct as direct
 from ._continuum_attention_autograd import apply_plain, forward_op, plain_op
 from ._continuum_attention_chunked import accumulation_dtype
@@ -159,7 +159,10 @@ def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal
     if (
         direct.intercepts(query, key, value)
         or (scale is not None and not (type(scale) is float and abs(scale) <= 1e38))
-        or (weights is not None and (type(weights) not in direct.PLAIN or weights.dtype is not query.dtype))
+        or (
+            weights is not None
+            and (type(weights) not in direct.PLAIN or not weights.is_cpu or weights.dtype is not query.dtype)
+        )
     ):
         return None
     arguments = (query, key, value, weights, scale, bool(is_causal))

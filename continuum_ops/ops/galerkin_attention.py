@@ -77,7 +77,9 @@ def linear_attention(op: str, query: Tensor, key: Tensor, value: Tensor, weights
 
 def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor | None:
     """The kernel's own answer for small problems; None where it refuses, or something has to be prepared."""
-    if direct.intercepts(query, key, value) or not (weights is None or type(weights) in direct.PLAIN):
+    if direct.intercepts(query, key, value) or not (
+        weights is None or (type(weights) in direct.PLAIN and weights.is_cpu)
+    ):
         return None
     try:
         *leads, keys, _ = key.shape

@@ -141,7 +141,7 @@ def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) ->
         or not (query_pos.dtype is key_pos.dtype is rate.dtype)
         or query_pos.dim() != 2
         or key_pos.dim() != 2
-        or not (weights is None or (type(weights) in direct.PLAIN and weights.dim() == 1))
+        or not (weights is None or (type(weights) in direct.PLAIN and weights.is_cpu and weights.dim() == 1))
     ):
         return None
     arguments = (query_pos, key_pos, value, rate, weights)
