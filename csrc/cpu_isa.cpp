@@ -10,9 +10,11 @@ struct Kernels {
   const ContinuumAttentionKernels* continuum;
   const PatchAttentionKernels* patch;
   const PositionAttentionKernels* position;
+  const GalerkinAttentionKernels* galerkin;
 };
 
-#define CO_KERNELS(isa) {&isa::continuum_attention, &isa::patch_attention, &isa::position_attention}
+#define CO_KERNELS(isa) \
+  {&isa::continuum_attention, &isa::patch_attention, &isa::position_attention, &isa::galerkin_attention}
 
 const std::vector<Kernels>& available() {
   static const std::vector<Kernels> kernels = [] {
@@ -61,5 +63,6 @@ void set_isa(const std::string& name) {
 const ContinuumAttentionKernels& continuum_attention_kernels() { return *current().load()->continuum; }
 const PatchAttentionKernels& patch_attention_kernels() { return *current().load()->patch; }
 const PositionAttentionKernels& position_attention_kernels() { return *current().load()->position; }
+const GalerkinAttentionKernels& galerkin_attention_kernels() { return *current().load()->galerkin; }
 
 }  // namespace continuum_ops

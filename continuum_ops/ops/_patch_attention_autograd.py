@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import warn_without_extension
 from . import _patch_attention_chunked as chunked
+from . import _patch_attention_cuda as cuda
 from ._library import LIBRARY
 from ._patch_attention_chunked import DIFFERENTIABLE, Inputs
 
@@ -41,6 +42,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 LIBRARY.impl("patch_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("patch_attention_backward", _backward, "CompositeExplicitAutograd")
+cuda.register(_forward, _backward)
 
 # --- shapes and derivatives ----------------------------------------------------------------------
 
