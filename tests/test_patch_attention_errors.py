@@ -97,14 +97,3 @@ def test_negative_weights_are_refused_in_a_compiled_function():
     compiled = torch.compile(co.patch_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="weights must be >= 0"):
         compiled(*scene((4,))[:3], 2, -ones(4))
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value", "weights"])
-def test_forward_mode_raises(name):
-    inputs = dict(zip(("query", "key", "value", "weights"), scene((4, 6), weights="grid"), strict=True))
-    with pytest.raises(NotImplementedError, match="patch_attention: forward-mode derivatives"):
-        torch.func.jvp(
-            lambda t: co.patch_attention(**{**inputs, name: t}, patch_size=2),
-            (inputs[name],),
-            (ones(inputs[name].shape),),
-        )
