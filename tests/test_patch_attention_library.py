@@ -116,8 +116,8 @@ def test_compile_with_dynamic_shapes():
     torch._dynamo.reset()
     compiled = torch.compile(co.patch_attention, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (4, 6, 8):
-        q, k, v, _ = scene((n, 6))
-        torch.testing.assert_close(compiled(q, k, v, 2), co.patch_attention(q, k, v, 2))
+        q, k, v, w = scene((n, 6), weights="grid")
+        torch.testing.assert_close(compiled(q, k, v, 2, w), co.patch_attention(q, k, v, 2, w))
 
 
 def test_autocast():

@@ -84,7 +84,7 @@ def check_weights(weights: Any, query: Tensor) -> Tensor:
     shared.check_floating(OP, "weights", weights)
     shape = weights.shape if weights.dim() == len(grid) + 1 else (1, *weights.shape)
     if len(shape) != len(grid) + 1 or any(
-        size not in (1, full) for size, full in zip(shape, (batch, *grid), strict=True)
+        size != 1 and size != full for size, full in zip(shape, (batch, *grid), strict=True)
     ):
         raise ValueError(
             f"{OP}: weights must have the shape of the query grid, {tuple(grid)}, or (B, *grid) = "
