@@ -50,8 +50,8 @@ AVX512 = "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width
 ISAS = {"generic": ""}
 if X86:
     ISAS |= {"avx2": AVX2, "avx512": AVX512}
-KERNELS = ["continuum_attention_kernel.cpp", "position_attention_kernel.cpp"]
-SOURCES = ["continuum_attention.cpp", "position_attention.cpp", "cpu_isa.cpp", "module.cpp"]
+KERNELS = ["continuum_attention_kernel.cpp", "patch_dft_kernel.cpp", "position_attention_kernel.cpp"]
+SOURCES = ["continuum_attention.cpp", "patch_dft.cpp", "position_attention.cpp", "cpu_isa.cpp", "module.cpp"]
 
 CUDA_SOURCES = ["position_attention.cu", "position_attention_backward.cu"]
 CUDA_BINDINGS = ["position_attention_cuda.cpp"]

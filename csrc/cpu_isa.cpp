@@ -9,9 +9,10 @@ namespace {
 struct Kernels {
   const ContinuumAttentionKernels* continuum;
   const PositionAttentionKernels* position;
+  const PatchTransformKernels* patch_dft;
 };
 
-#define CO_KERNELS(isa) {&isa::continuum_attention, &isa::position_attention}
+#define CO_KERNELS(isa) {&isa::continuum_attention, &isa::position_attention, &isa::patch_dft}
 
 const std::vector<Kernels>& available() {
   static const std::vector<Kernels> kernels = [] {
@@ -58,6 +59,7 @@ void set_isa(const std::string& name) {
 }
 
 const ContinuumAttentionKernels& continuum_attention_kernels() { return *current().load()->continuum; }
+const PatchTransformKernels& patch_dft_kernels() { return *current().load()->patch_dft; }
 const PositionAttentionKernels& position_attention_kernels() { return *current().load()->position; }
 
 }  // namespace continuum_ops

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import extension
 from ._library import LIBRARY
 
 # Values of a grid that are transformed at a time on the CPU: the intermediate results stay in the cache.
@@ -168,7 +169,21 @@ def _order(d: int) -> list[int]:
     return [*range(1, 2 * d - 2, 2), 2 * d, 2 * d - 1, *range(0, 2 * d - 1, 2), 2 * d + 1]
 
 
+def _compiled(x: Tensor, modes: PatchModes) -> bool:
+    return modes.dense and x.device.type == "cpu" and extension()[0] is not None
+
+
+def _flat_tables(modes: PatchModes, mean: bool, like: Tensor, inverse: bool) -> Tensor:
+    """The tables as the compiled kernels take them: cos, sin, -sin of an axis; transposed for the inverse."""
+    *leading, last = _tables(modes, mean, like)
+    tables = [torch.cat([t, -t[1:]]) for t in leading] + [last.flatten(0, 1)]
+    return torch.cat([(t.mT if inverse else t).flatten() for t in tables])
+
+
 def _analyze(u: Tensor, modes: PatchModes, mean: bool) -> Tensor:
+    if _compiled(u, modes):
+        tables = _flat_tables(modes, mean, u, False)
+        return torch.ops.continuum_ops.patch_dft(u.contiguous(), tables, *modes[:2], modes.rows)
     d, batch, c = len(modes.points), u.shape[0], u.shape[-1]
     split = [s for pair in zip(modes.patches, modes.points, strict=True) for s in pair]
     rows = batch * modes.patches[0]
@@ -183,6 +198,9 @@ def _analyze(u: Tensor, modes: PatchModes, mean: bool) -> Tensor:
 
 
 def _synthesize(z: Tensor, modes: PatchModes, mean: bool) -> Tensor:
+    if _compiled(z, modes):
+        tables = _flat_tables(modes, mean, z, True)
+        return torch.ops.continuum_ops.patch_dft_inverse(z.contiguous(), tables, *modes[:2], modes.rows)
     d, batch, c = len(modes.points), z.shape[2], z.shape[-1]
     split = [s for pair in zip(modes.patches, modes.points, strict=True) for s in pair]
     rows = batch * modes.patches[0]
