@@ -289,6 +289,18 @@ def test_low_precision_transforms_in_float32(how, transform):
     assert torch.equal(low, layer(u).bfloat16())
 
 
+@pytest.mark.parametrize("points, modes, patches", [CASES[0], CASES[6], CASES[14]], ids=str)
+def test_blocks_of_modes(points, modes, patches, transform, monkeypatch):
+    """Without a graph the modes are taken a few at a time."""
+    layer, u = make(points, modes), field(points, patches)
+    sharpen(layer, u)
+    monkeypatch.setattr("continuum_ops.nn.fourier_patch_attention.BLOCK", 200)
+    monkeypatch.setattr(mode_module, "BLOCK", 200)
+    true = definition(layer, u)
+    with torch.no_grad():
+        np.testing.assert_allclose(layer(u).numpy(), true, rtol=0, atol=1e-12 * np.abs(true).max())
+
+
 def test_weights_change_between_calls():
     """Nothing derived from the parameters outlives a call, however they are changed."""
     layer, u = make((8, 8), (3, 4)), field((8, 8), (2, 2))

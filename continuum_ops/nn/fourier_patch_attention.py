@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from ..ops._fourier_patch_modes import PatchModes, choose_modes, fold_parseval, from_modes, to_modes
 
+# Values that Q, K, V and out_proj are applied to at a time: fresh memory costs more than the arithmetic.
+BLOCK = 2**18
+
 
 class FourierPatchAttention(nn.Module):
     r"""Attention between the patches of a grid, with spectral Q, K and V, in mode space (CA 4.4, B.3).
@@ -192,37 +195,68 @@ class FourierPatchAttention(nn.Module):
         q, k, v = weight.unbind(0)
         return q, k, v
 
-    def _project(self, pairs: Tensor, weight: Tensor) -> Tensor:
-        """Complex products of each mode: (modes, 2BP, 2C) -> (modes, embed_dim, 2BP)."""
-        return torch.bmm(weight.reshape(-1, self.embed_dim, 2 * self.embed_dim), pairs.mT)
-
     def _attend(self, u: Tensor, modes: PatchModes, weights: Tensor | None) -> Tensor:
         if weights is not None:
             return self._attend_weighted(u, modes, weights)
-        batch, heads = u.shape[0], self.num_heads
+        batch = u.shape[0]
         kept, patches = math.prod(modes.rows), math.prod(modes.patches)
-        pairs = _pairs(to_modes(u, modes))
+        z = to_modes(u, modes)
         scale = 1.0 / math.prod(u.shape[1:-1]) if self.scale is None else self.scale
         wq, wk, wv = self._weights(modes, u.dtype)
-
-        def by_head(x: Tensor) -> Tensor:
-            """(modes, H head_dim, 2BP) -> (B, H, modes head_dim 2, P)."""
-            x = x.view(kept, heads, self.head_dim, 2, batch, patches)
-            return x.permute(4, 1, 0, 2, 3, 5).reshape(batch, heads, 2 * kept * self.head_dim, patches)
-
-        q = by_head(self._project(pairs, fold_parseval(wq, modes, scale)))
-        k = by_head(self._project(pairs, wk))
-        v = by_head(self._project(pairs, wv))
+        qkv = (fold_parseval(wq, modes, scale), wk, wv)
+        q, k, v = self._heads(z, [w.reshape(kept, self.embed_dim, 2 * self.embed_dim) for w in qkv])
+        del z
         out = v @ (q.mT @ k).softmax(-1).mT
-        out = out.view(batch, heads, kept, self.head_dim, 2, patches).permute(2, 1, 3, 4, 0, 5)
-        out = out.reshape(kept, self.embed_dim, 2 * batch * patches)
-        # A pointwise linear map commutes with the inverse transform; its bias is mode 0.
-        matrix = self.out_proj.weight.to(u.dtype).t()
-        out = torch.bmm(out.mT, matrix.expand(out.shape[0], *matrix.shape))
-        out = out.view(kept, 2, batch, patches, self.embed_dim)
+        del q, k, v
+        out = out.view(batch, self.num_heads, kept, self.head_dim, 2, patches)
+        out = self._out_proj(out)
         if self.out_proj.bias is not None:
             out[0, 0] += self.out_proj.bias.to(u.dtype)
         return from_modes(out, modes)
+
+    def _heads(self, z: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Complex products of each mode: (modes, 2, B, P, C) -> (B, H, modes head_dim 2, P) each."""
+        kept, _, batch, patches, _ = z.shape
+
+        def product(weight: Tensor, pairs: Tensor) -> Tensor:
+            x = torch.bmm(weight, pairs.mT).view(
+                weight.shape[0], self.num_heads, self.head_dim, 2, batch, patches
+            )
+            return x.permute(4, 1, 0, 2, 3, 5)
+
+        shape = (batch, self.num_heads, kept, self.head_dim, 2, patches)
+        flat = (batch, self.num_heads, kept * self.head_dim * 2, patches)
+        blocks = _blocks(z)
+        if len(blocks) <= 1:
+            pairs = _pairs(z)
+            return [product(w, pairs).reshape(flat) for w in weights]
+        out = [z.new_empty(shape) for _ in weights]
+        for block in blocks:
+            pairs = _pairs(z[block])
+            for x, weight in zip(out, weights, strict=True):
+                x[:, :, block] = product(weight[block], pairs)
+        return [x.view(flat) for x in out]
+
+    def _out_proj(self, x: Tensor) -> Tensor:
+        """(B, H, modes, head_dim, 2, P) -> (modes, 2, B, P, embed_dim).
+
+        A pointwise linear map commutes with the inverse transform.
+        """
+        batch, _, kept, _, _, patches = x.shape
+        matrix = self.out_proj.weight.to(x.dtype).t()
+        x = x.permute(2, 1, 3, 4, 0, 5)
+
+        def product(x: Tensor, out: Tensor | None = None) -> Tensor:
+            x = x.reshape(x.shape[0], self.embed_dim, 2 * batch * patches)
+            return torch.bmm(x.mT, matrix.expand(x.shape[0], *matrix.shape), out=out)
+
+        blocks = _blocks(x)
+        if len(blocks) <= 1:
+            return product(x).view(kept, 2, batch, patches, self.embed_dim)
+        out = x.new_empty(kept, 2 * batch * patches, self.embed_dim)
+        for block in blocks:
+            product(x[block], out[block])
+        return out.view(kept, 2, batch, patches, self.embed_dim)
 
     def _attend_weighted(self, u: Tensor, modes: PatchModes, weights: Tensor) -> Tensor:
         batch, heads = u.shape[0], self.num_heads
@@ -237,7 +271,8 @@ class FourierPatchAttention(nn.Module):
             return x.flatten(d + 2).flatten(2, d + 1)
 
         def in_space(weight: Tensor) -> Tensor:
-            z = self._project(pairs, weight).mT.unflatten(1, (2, batch, math.prod(modes.patches)))
+            product = torch.bmm(weight.reshape(-1, self.embed_dim, 2 * self.embed_dim), pairs.mT)
+            z = product.mT.unflatten(1, (2, batch, math.prod(modes.patches)))
             return by_patch(from_modes(z, modes), self.head_dim)
 
         q, k, v = (in_space(w) for w in self._weights(modes, u.dtype))
@@ -255,6 +290,14 @@ class FourierPatchAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, patch_size={self.patch_size}, "
             f"modes={self.modes}, scale={self.scale}"
         )
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Modes, the first dimension of x, in pieces that stay in the cache: on the CPU and without a graph."""
+    kept, step = x.shape[0], x.shape[0]
+    if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        step = max(1, BLOCK * kept // max(1, x.numel()))
+    return [slice(i, min(kept, i + step)) for i in range(0, kept, step)]
 
 
 def _pairs(z: Tensor) -> Tensor:

@@ -182,8 +182,8 @@ def _flat_tables(modes: PatchModes, mean: bool, like: Tensor, inverse: bool) -> 
 
 def _analyze(u: Tensor, modes: PatchModes, mean: bool) -> Tensor:
     if _compiled(u, modes):
-        tables = _flat_tables(modes, mean, u, False)
-        return torch.ops.continuum_ops.patch_dft(u.contiguous(), tables, *modes[:2], modes.rows)
+        flat = _flat_tables(modes, mean, u, False)
+        return torch.ops.continuum_ops.patch_dft(u.contiguous(), flat, *modes[:2], modes.rows)
     d, batch, c = len(modes.points), u.shape[0], u.shape[-1]
     split = [s for pair in zip(modes.patches, modes.points, strict=True) for s in pair]
     rows = batch * modes.patches[0]
@@ -199,8 +199,8 @@ def _analyze(u: Tensor, modes: PatchModes, mean: bool) -> Tensor:
 
 def _synthesize(z: Tensor, modes: PatchModes, mean: bool) -> Tensor:
     if _compiled(z, modes):
-        tables = _flat_tables(modes, mean, z, True)
-        return torch.ops.continuum_ops.patch_dft_inverse(z.contiguous(), tables, *modes[:2], modes.rows)
+        flat = _flat_tables(modes, mean, z, True)
+        return torch.ops.continuum_ops.patch_dft_inverse(z.contiguous(), flat, *modes[:2], modes.rows)
     d, batch, c = len(modes.points), z.shape[2], z.shape[-1]
     split = [s for pair in zip(modes.patches, modes.points, strict=True) for s in pair]
     rows = batch * modes.patches[0]
