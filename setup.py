@@ -50,11 +50,29 @@ AVX512 = "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width
 ISAS = {"generic": ""}
 if X86:
     ISAS |= {"avx2": AVX2, "avx512": AVX512}
-KERNELS = ["continuum_attention_kernel.cpp", "patch_dft_kernel.cpp", "position_attention_kernel.cpp"]
-SOURCES = ["continuum_attention.cpp", "patch_dft.cpp", "position_attention.cpp", "cpu_isa.cpp", "module.cpp"]
+KERNELS = [
+    "continuum_attention_kernel.cpp",
+    "patch_attention_kernel.cpp",
+    "patch_dft_kernel.cpp",
+    "position_attention_kernel.cpp",
+    "galerkin_attention_kernel.cpp",
+]
+SOURCES = [
+    "continuum_attention.cpp",
+    "patch_attention.cpp",
+    "patch_dft.cpp",
+    "position_attention.cpp",
+    "galerkin_attention.cpp",
+    "cpu_isa.cpp",
+    "module.cpp",
+]
 
-CUDA_SOURCES = ["position_attention.cu", "position_attention_backward.cu"]
-CUDA_BINDINGS = ["position_attention_cuda.cpp"]
+CUDA_SOURCES = [
+    *("position_attention.cu", "position_attention_backward.cu"),
+    *("patch_attention.cu", "patch_attention_backward.cu"),
+    *("patch_attention_products.cu", "patch_attention_mix.cu"),
+]
+CUDA_BINDINGS = ["position_attention_cuda.cpp", "patch_attention_cuda.cpp"]
 CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 WARNINGS = "-Wall -Wno-psabi -Wno-uninitialized"

@@ -17,7 +17,8 @@ ARCHITECTURES = {"sm_80", "sm_90", "sm_100"}
 LOAD = """
 import torch, continuum_ops
 torch.ops.load_library("continuum_ops/_C_cuda.so")
-for name in ("position_attention_cuda_forward", "position_attention_cuda_backward"):
+for name in ("position_attention", "patch_attention"):
+  for name in (f"{name}_cuda_forward", f"{name}_cuda_backward"):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"continuum_ops::{name}", "CUDA"), name
 print("continuum_ops/_C_cuda.so loads with torch", torch.__version__)
 """

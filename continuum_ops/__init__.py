@@ -14,6 +14,7 @@ from .mesh import Grid, PointCloud
 from .ops.continuum_attention import continuum_attention
 from .ops.fourier_attention import fourier_attention
 from .ops.galerkin_attention import galerkin_attention
+from .ops.patch_attention import patch_attention
 from .ops.position_attention import position_attention
 from .ops.quantile_radius import quantile_radius
 
@@ -28,6 +29,7 @@ __all__ = [
     "galerkin_attention",
     "models",
     "nn",
+    "patch_attention",
     "position_attention",
     "quadrature",
     "quantile_radius",

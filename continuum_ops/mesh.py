@@ -227,11 +227,15 @@ class Grid(Mesh):
     def _kept(
         self, name: str, axes: tuple[Tensor, ...], make: Callable[[tuple[Tensor, ...]], Tensor]
     ) -> Tensor:
-        """Computed once, unless it is part of a graph, which the first backward pass frees."""
+        """Computed once, unless it is part of a graph, which the first backward pass frees.
+
+        Nor is it kept inside a transform of torch.func, which what is computed there cannot leave.
+        """
         if name in self._cache:
             return self._cache[name]
         value = make(axes)
-        if not any(axis.requires_grad for axis in (*self._axes, *axes)):
+        transformed = torch._C._are_functorch_transforms_active()
+        if not (transformed or any(axis.requires_grad for axis in (*self._axes, *axes))):
             self._cache[name] = value
         return value
 

@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -21,11 +23,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& ke
   const ContinuumAttentionKernels& kernels = continuum_attention_kernels();
   std::vector<int64_t> shape = sizes_of(query, query.dim() - 1);
   const ScalarType acc = accumulation_type(a.dtype);
-  Tensor lse = torch::stable::new_empty(query, shape, acc);
+  Tensor lse = new_tensor(shape, acc);
   shape.push_back(2);
-  Tensor stats = torch::stable::new_empty(query, shape, acc);
+  Tensor stats = new_tensor(shape, acc);
   shape.back() = a.dv;
-  Tensor out = torch::stable::new_empty(query, shape);
+  Tensor out = new_tensor(shape, query.scalar_type());
   const AttentionOutput o{out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()};
 
   const int64_t block = a.dtype == DType::float64 ? kernels.query_block_double : kernels.query_block_float;
@@ -39,6 +41,34 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& ke
     kernels.forward(a, o, t / strips, begin, std::min(begin + strip, blocks), scratch);
   });
   return {out, lse, stats};
+}
+
+// As users pass them: leading dimensions that broadcast, no scale for 1 / sqrt(d).
+std::tuple<Tensor, Tensor> plain(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
+                                 std::optional<double> scale, bool is_causal) {
+  const int64_t dims = std::max({query.dim(), key.dim(), value.dim()});
+  STD_TORCH_CHECK(std::min({query.dim(), key.dim(), value.dim()}) >= 2, "query, key, value: at least 2 dimensions");
+  std::vector<int64_t> leads(dims - 2, 1);
+  for (const Tensor* t : {&query, &key, &value}) {
+    for (int64_t i = 0, missing = dims - t->dim(); i < t->dim() - 2; ++i) {
+      if (t->size(i) != 1) leads[i + missing] = t->size(i);  // expanded() compares them
+    }
+  }
+  auto full = [&](const Tensor& t) {
+    std::vector<int64_t> sizes = leads;
+    sizes.push_back(t.size(t.dim() - 2)), sizes.push_back(t.size(t.dim() - 1));
+    return expanded(t, sizes);
+  };
+  if (weights) {
+    std::vector<int64_t> sizes = leads;
+    sizes.push_back(key.size(key.dim() - 2));
+    weights = expanded(*weights, sizes);
+  }
+  const int64_t d = query.size(query.dim() - 1);
+  const double factor = scale ? *scale : d > 0 ? 1 / std::sqrt(double(d)) : 1;
+  auto [out, lse, stats] = forward(full(query), full(key), full(value), weights, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
+                                   std::nullopt, std::nullopt, std::nullopt, factor, 0, is_causal);
+  return {out, stats};
 }
 
 // d / d w_k = (d / d log w_k) / w_k, and 0 where the key does not exist.
@@ -206,16 +236,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const AttentionProblem& a = problem.a;
   STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
   const ScalarType acc = accumulation_type(a.dtype);
-  auto zeros = [&](const Tensor& like) { return torch::stable::new_zeros(query, sizes_of(like, like.dim()), acc); };
-  Tensor grad_query = torch::stable::new_empty(query, sizes_of(query, query.dim()), acc);
+  auto zeros = [&](const Tensor& like) { return new_cleared(query, sizes_of(like, like.dim()), acc); };
+  Tensor grad_query = new_tensor(sizes_of(query, query.dim()), acc);
   Tensor grad_key = zeros(key), grad_value = zeros(value);
   weights_grad &= weights.has_value();
-  Tensor grad_weights = weights_grad ? zeros(*weights) : torch::stable::new_empty(query, {0}, acc);
+  Tensor grad_weights = weights_grad ? zeros(*weights) : new_tensor({0}, acc);
   std::optional<Tensor> grad_lse_rows;
   if (grad_lse) grad_lse_rows = torch::stable::contiguous(*grad_lse);
   // Positions and rate are shared by leads: each lead has its own sums, which are then added.
   const bool term_grad = rate.has_value();
-  auto none = [&] { return torch::stable::new_empty(query, {0}, acc); };
+  auto none = [&] { return new_tensor({0}, acc); };
   positions_grad &= query_pos.has_value(), rate_grad &= term_grad;
   Tensor grad_query_pos = positions_grad ? zeros(*query_pos) : none(), grad_key_pos = positions_grad ? zeros(*key_pos) : none();
   Tensor grad_rate = rate_grad ? zeros(*rate) : none();
@@ -256,5 +286,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
 STABLE_TORCH_LIBRARY_IMPL(continuum_ops, CPU, m) {
   m.impl("continuum_attention_forward", TORCH_BOX(&continuum_ops::forward));
+  m.impl("continuum_attention_plain", TORCH_BOX(&continuum_ops::plain));
   m.impl("continuum_attention_backward", TORCH_BOX(&continuum_ops::backward));
 }

@@ -110,7 +110,7 @@ void outer(const T* p, int64_t count, const T* x, ptrdiff_t ldx, int64_t nq, con
 
 template <class T> struct BackwardBlock {
   int64_t i0, nq, active;
-  bool bounded;
+  bool bounded, one_block;    // one_block: all keys of these queries are in the first block
   T *query, *grad;            // scale log2(e) q and g / sum, lanes are queries
   T *query_rows, *grad_rows;  // scale q and g / sum, lanes are channels
   T *shift, *delta, *grad_lse, *grad_query;
@@ -146,14 +146,30 @@ void load_backward_block(const AttentionProblem& a, const AttentionGradients& g,
     if (sum == T(0)) continue;  // nothing to attend to: no gradient, whatever comes in
     x.shift[i] = stats[2 * i];
     x.bounded &= x.shift[i] == T(0);  // the forward pass may have cut its blocks elsewhere and shifted this row
-    T dot = 0;
+    T dot = 0, piece = 0;
     for (int64_t c = 0; c < a.dv; ++c) {
       const T y = widen(grad[i * g.grad_out.row_stride + c * g.grad_out.column_stride]);
-      dot = fma(y, T(widen(out[i * a.dv + c])), dot);  // as the tiles sum g . v
+      piece = fma(y, T(widen(out[i * a.dv + c])), piece);
+      if (c + 1 == a.dv || (a.dv > SHORT_SUM && (c + 1) % PIECE == 0)) {  // in the pieces of product_tile: what cancels against g . v was rounded alike
+        dot += piece;
+        piece = 0;
+      }
       x.grad_rows[i * ldg + c] = x.grad[c * QB + i] = y / sum;
     }
     x.delta[i] = dot / sum;
     if (grad_lse) x.grad_lse[i] = grad_lse[i] / sum;
+  }
+}
+
+// D from the probabilities at hand, sum_k p_k (g . v_k), where one block holds all keys of these queries. g . out has the rounding
+// of out besides, which is all that is left of the gradient of a row of few keys.
+template <class T>
+void sum_delta(const AttentionProblem& a, const AttentionGradients& g, const BackwardBlock<T>& x, const T* p_times_product, int64_t count) {
+  const T* stats = static_cast<const T*>(g.stats) + 2 * (g.lead * a.n + x.i0);
+  for (int64_t i = 0; i < x.nq; ++i) {
+    T sum = 0;
+    for (int64_t j = 0; j < count; ++j) sum += p_times_product[j * Shape<T>::QB + i];
+    x.delta[i] = stats[2 * i + 1] == T(0) ? T(0) : sum / stats[2 * i + 1];
   }
 }
 
@@ -182,6 +198,8 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
   T* d2 = term.given ? arena.take<T>(KB * QB) : p;  // without distances it is not read
   T* position_buffer = term.given ? arena.take<T>(KB * term.dims) : nullptr;
   const T rate = rate_of<T>(term, lead), rate2 = rate * T(1.4426950408889634074);
+  T* zeros = arena.take<T>(QB);
+  fill<T>(zeros, QB, T(0));
   if (dropout) fill<T>(factors, KB * QB, T(0));
   BackwardBlock<T> strip[STRIP];
   for (BackwardBlock<T>& x : strip) {
@@ -208,6 +226,8 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
       x.i0 = begin + t * QB;
       x.nq = smaller<int64_t>(QB, g.query_end - x.i0);
       x.active = round_up(x.nq, Sh::C * L);
+      x.one_block = g.key_begin == 0 && g.key_end == keys.count &&
+                    (keys.count <= KB || (a.is_causal && key_place(keys, KB) > x.i0 + x.nq - 1));
       load_backward_block<T, S>(a, g, ldq, ldg, x);
     }
     for (int64_t first = g.key_begin; first < g.key_end; first += KB) {
@@ -223,6 +243,10 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
           if (kept == Kept::none) continue;
         }
         auto scores = [&](auto run) {
+          if (x.one_block) {
+            run(b, x.query, a.d, x.grad, a.dv, x.shift, zeros, zeros, x.active, mask, factors, d2, rate2, p, ds);
+            sum_delta<T>(a, g, x, ds, count);
+          }
           run(b, x.query, a.d, x.grad, a.dv, x.shift, x.delta, x.grad_lse, x.active, mask, factors, d2, rate2, p, ds);
         };
         if (dropout) {  // one general form serves it: the random numbers cost more than the rest

@@ -10,7 +10,7 @@ template <class T> struct ForwardState {
   T *shift, *sum, *sum_total;  // (QB)
   T *out, *out_total;          // (dv, QB)
   T* p;                        // (KB, QB)
-  int64_t dv;
+  int64_t dv;                  // 0 until values are mixed into out
   T tolerance;                 // a score may exceed the shift by this much
 };
 
@@ -130,7 +130,7 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     x.nq = smaller<int64_t>(QB, a.n - x.i0);
     x.active = round_up(x.nq, Sh::C * Sh::L);
     x.query = arena.take<T>(a.d * QB);
-    x.st = {arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(a.dv * QB), arena.take<T>(a.dv * QB), p, a.dv,
+    x.st = {arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(a.dv * QB), arena.take<T>(a.dv * QB), p, 0,
             T(keys.count <= FEW_KEYS ? 0 : TOLERANCE)};
     transpose_rows<T, S, QB>(lead_base<S>(a.query, lead) + x.i0 * a.query.row_stride, a.query, x.nq, a.d,
                              T(a.scale * 1.4426950408889634074), x.query);
@@ -154,7 +154,7 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     const int64_t count = smaller<int64_t>(KB, keys.count - first);
     KeyBlock<T> b{};
     for (int64_t t = 0; t < blocks; ++t) {
-      const ForwardBlock<T>& x = strip[t];
+      ForwardBlock<T>& x = strip[t];
       Kept kept = block_mask<T, QB>(a, lead, x.i0, x.nq, first, count, mask);
       if (kept == Kept::none) continue;
       if (b.count == 0) b = load_keys<T, S>(a, lead, first, count, key_buffer, value_buffer, position_buffer);
@@ -177,6 +177,7 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
         }
       }
       mix<T>(b.value, b.ldv, a.dv, p, count, x.active, x.st.out);
+      x.st.dv = a.dv;
     }
     if (run % RUN == 0) join_totals();
   }
@@ -188,6 +189,10 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     S* out = static_cast<S*>(o.out) + row0 * a.dv;
     T* lse = static_cast<T*>(o.lse) + row0;
     T* stats = static_cast<T*>(o.stats) + 2 * row0;
+    for (int64_t c = 0; c < a.dv; ++c) {  // where the sum is 0 the quotient is not used
+      T* column = x.st.out_total + c * QB;
+      for (int64_t i = 0; i < x.active; i += lanes<T>) store(column + i, load(column + i) / load(x.st.sum_total + i));
+    }
     for (int64_t i = 0; i < x.nq; ++i) {
       // No score above -inf (and none NaN): nothing to attend to.
       const bool nothing = x.st.shift[i] == NO_SHIFT && x.st.sum_total[i] == x.st.sum_total[i];
@@ -199,7 +204,7 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
       lse[i] = empty ? T(-__builtin_inf())
                      : T((double(shift) + keys.log2_max_weight + __builtin_log2(double(sum))) * 0.69314718055994530942);
       for (int64_t c = 0; c < a.dv; ++c) {
-        narrow(empty ? T(0) : x.st.out_total[c * QB + i] / sum, out + i * a.dv + c);
+        narrow(empty ? T(0) : x.st.out_total[c * QB + i], out + i * a.dv + c);
       }
     }
   }

@@ -26,10 +26,10 @@ template <class F> CO_INLINE auto by_dtype(DType t, F f) {
 template <class T> size_t scratch_for(const AttentionProblem& a, bool backward) {
   constexpr int64_t QB = Shape<T>::QB, L = lanes<T>;
   int64_t count = 2 * KB * QB + KB * (a.d + a.dv);  // factors, mask, key and value buffers
-  count += backward ? 2 * (KB + PAD) * QB + STRIP * QB * (2 * a.d + a.dv + round_up(a.d, L) + round_up(a.dv, L) + 3)
+  count += backward ? 2 * (KB + PAD) * QB + STRIP * QB * (2 * a.d + a.dv + round_up(a.d, L) + round_up(a.dv, L) + 3) + QB
                     : KB * QB + STRIP * QB * (a.d + 2 * a.dv + 3);
   if (a.distance.given) count += KB * QB + (KB + 2 * STRIP * QB) * a.distance.dims + STRIP * QB;
-  return size_t(count) * sizeof(T) + (8 + 11 * STRIP) * 64;  // each piece starts on a cache line
+  return size_t(count) * sizeof(T) + (9 + 11 * STRIP) * 64;  // each piece starts on a cache line
 }
 
 size_t scratch_bytes(const AttentionProblem& a, bool backward) {

@@ -3,10 +3,6 @@
 
 #include "continuum_attention.h"
 
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cfloat>
 #include <cmath>
 #include <limits>
@@ -17,12 +13,10 @@
 
 #include "cpu_isa.h"
 #include "parallel.h"
+#include "tensors.h"
 
 namespace continuum_ops {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -36,23 +30,6 @@ DType dtype_of(const Tensor& t) {
 
 ScalarType accumulation_type(DType t) { return t == DType::float64 ? ScalarType::Double : ScalarType::Float; }
 
-// Offsets of the leads of a tensor (*leads, ...) with `trailing` further dimensions; a size of 1 serves all leads along it.
-std::vector<int64_t> lead_offsets(const Tensor& t, int64_t trailing, const std::vector<int64_t>& leads) {
-  std::vector<int64_t> offsets{0};
-  for (int64_t dim = 0; dim < int64_t(leads.size()); ++dim) {
-    STD_TORCH_CHECK(t.dim() == int64_t(leads.size()) + trailing && (t.size(dim) == leads[dim] || t.size(dim) == 1),
-                    "leading dimensions must be those of query, or 1");
-    const int64_t stride = t.size(dim) == 1 ? 0 : t.stride(dim);
-    std::vector<int64_t> next;
-    next.reserve(offsets.size() * leads[dim]);
-    for (const int64_t o : offsets) {
-      for (int64_t i = 0; i < leads[dim]; ++i) next.push_back(o + i * stride);
-    }
-    offsets = std::move(next);
-  }
-  return offsets;
-}
-
 struct LeadOperand {
   std::vector<int64_t> offsets;
   Operand operand;
@@ -61,12 +38,6 @@ struct LeadOperand {
     operand = {t.const_data_ptr(), offsets.data(), t.stride(t.dim() - trailing), t.stride(t.dim() - 1)};
   }
 };
-
-std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) {
-  std::vector<int64_t> s;
-  for (int64_t i = 0; i < dims; ++i) s.push_back(t.size(i));
-  return s;
-}
 
 // The keys that exist, lead by lead. Leads that share weights and key mask share index and bias.
 class KeySets {

@@ -25,7 +25,8 @@ constexpr int STRIP = 4;       // blocks of queries that meet a block of keys wh
 constexpr int RUN = 16;        // key blocks whose sums are added up before they join the total: keeps rounding errors small
 constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and products stay far from overflow
 constexpr double MIN_BIAS = -80, MIN_BIAS_MASKED = -20;  // a mask may leave a row nothing but the keys of least weight
-constexpr int64_t SHORT_SUM = 64;  // longer products are summed in pieces of this length: smaller rounding errors
+constexpr int64_t SHORT_SUM = 64;  // longer products are summed in pieces: smaller rounding errors
+constexpr int64_t PIECE = 32;
 constexpr int64_t FEW_KEYS = 512;
 constexpr double TOLERANCE = 24;
 // Before the first score. Finite, so that a score of -inf counts as nothing instead of as -inf - (-inf).
@@ -212,11 +213,11 @@ void dropout_factors(const AttentionProblem& a, int64_t lead, int64_t i0, int64_
 // ---- scores ----------------------------------------------------------------------------------------------------------
 template <class T, int R, int C, int QB>
 __attribute__((noinline)) void long_product(const T* const (&rows)[R], const T* b, int64_t depth, Vec<T> (&total)[R][C]) {
-  for (int64_t x = 0; x < depth; x += SHORT_SUM) {
+  for (int64_t x = 0; x < depth; x += PIECE) {
     const T* part[R];
     Vec<T> acc[R][C] = {};
     for (int r = 0; r < R; ++r) part[r] = rows[r] + x;
-    multiply_rows<T, R, C>(acc, part, b + x * QB, QB, smaller<int64_t>(SHORT_SUM, depth - x));
+    multiply_rows<T, R, C>(acc, part, b + x * QB, QB, smaller<int64_t>(PIECE, depth - x));
     for (int r = 0; r < R; ++r) {
       for (int c = 0; c < C; ++c) total[r][c] = x == 0 ? acc[r][c] : total[r][c] + acc[r][c];
     }

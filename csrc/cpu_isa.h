@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "continuum_attention.h"
+#include "galerkin_attention.h"
+#include "patch_attention.h"
 #include "patch_dft.h"
 #include "position_attention.h"
 
@@ -15,7 +17,9 @@ std::string current_isa();
 void set_isa(const std::string& name);  // throws std::invalid_argument
 
 const ContinuumAttentionKernels& continuum_attention_kernels();
+const PatchAttentionKernels& patch_attention_kernels();
 const PatchTransformKernels& patch_dft_kernels();
 const PositionAttentionKernels& position_attention_kernels();
+const GalerkinAttentionKernels& galerkin_attention_kernels();
 
 }  // namespace continuum_ops

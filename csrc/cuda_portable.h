@@ -57,23 +57,51 @@ __device__ __forceinline__ float exp_2(float x) {
 #endif
 }
 
+// x, but the compiler does not know: what follows from it is computed again instead of kept in registers.
+__device__ __forceinline__ unsigned opaque(unsigned x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // A NaN wins, as fmax would not have it.
 template <class A> __device__ __forceinline__ A max_or_nan(A a, A b) { return b > a || b != b ? b : a; }
 template <class A> __device__ __forceinline__ A min_or_nan(A a, A b) { return b < a || b != b ? b : a; }
 
-// 16 bytes from global to shared memory, zeros if !valid; complete after copies_arrived().
-__device__ __forceinline__ void copy_16(void* shared, const void* global, bool valid) {
+// BYTES (4, 8 or 16) from global to shared memory, zeros if !valid; complete after copies_arrived().
+template <int BYTES> __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
 #ifdef __CUDACC__
   const unsigned to = unsigned(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  if constexpr (BYTES == 16)  // past the first cache: every byte of a tile is read once
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(global), "r"(valid ? BYTES : 0), "n"(BYTES) : "memory");
 #else
-  if (valid) std::memcpy(shared, global, 16);
-  else std::memset(shared, 0, 16);
+  cuda_cpu::copy_async(shared, global, BYTES, valid);
 #endif
 }
+__device__ __forceinline__ void copy_16(void* shared, const void* global, bool valid) { copy_async<16>(shared, global, valid); }
 __device__ __forceinline__ void copies_arrived() {
 #ifdef __CUDACC__
   asm volatile("cp.async.wait_all;" ::: "memory");
+#else
+  cuda_cpu::wait_copies(-1);
+#endif
+}
+// A thread's copies since the last call are one group; all but its GROUPS youngest groups have arrived after the second.
+__device__ __forceinline__ void end_copy_group() {
+#ifdef __CUDACC__
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+  cuda_cpu::end_copy_group();
+#endif
+}
+template <int GROUPS> __device__ __forceinline__ void copy_groups_arrived() {
+#ifdef __CUDACC__
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+#else
+  cuda_cpu::wait_copies(GROUPS);
 #endif
 }
 

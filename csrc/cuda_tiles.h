@@ -28,6 +28,12 @@ template <class T, bool TF32> struct Tile {
 __device__ __forceinline__ int fragment_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
 __device__ __forceinline__ int fragment_column(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
+// x as the sum of two. An infinity is in the low one: beside it in the high one, infinity - infinity and infinity * 0 would be NaN.
+__device__ __forceinline__ void split_tf32(float x, float& high, float& low) {
+  high = fabsf(x) < 3.3e38f ? to_tf32(x) : 0.f;
+  low = to_tf32(x - high);
+}
+
 // acc (16 MT x 8 NT, one warp's) += a (16 MT x k) b (k x 8 NT); a is [row][k], b is [k][column], or [column][k] if TRANSPOSED.
 template <class Tile, int MT, int NT, bool TRANSPOSED, class T, class Acc>
 __device__ __forceinline__ void tile_product(Acc (&acc)[MT][NT][4], const T* a, int a_pitch, const T* b, int b_pitch, int k_size) {
@@ -86,8 +92,8 @@ __device__ __forceinline__ void tile_product(Acc (&acc)[MT][NT][4], const T* a, 
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float x = a[(i * 16 + g + e % 2 * 8) * a_pitch + k + t + e / 2 * 4];
-          high[i][e] = to_tf32(x);
-          if constexpr (three) low[i][e] = to_tf32(x - high[i][e]);
+          if constexpr (three) split_tf32(x, high[i][e], low[i][e]);
+          else high[i][e] = to_tf32(x);
         }
       }
 #pragma unroll
@@ -96,8 +102,8 @@ __device__ __forceinline__ void tile_product(Acc (&acc)[MT][NT][4], const T* a, 
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float x = TRANSPOSED ? b[(j * 8 + g) * b_pitch + k + t + e * 4] : b[(k + t + e * 4) * b_pitch + j * 8 + g];
-          b_high[e] = to_tf32(x);
-          if constexpr (three) b_low[e] = to_tf32(x - b_high[e]);
+          if constexpr (three) split_tf32(x, b_high[e], b_low[e]);
+          else b_high[e] = to_tf32(x);
         }
 #pragma unroll
         for (int i = 0; i < MT; ++i) {

@@ -2,11 +2,6 @@
 // position_attention_kernel.cpp; schemas are defined in continuum_ops/ops/_library.py.
 #include "position_attention.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -14,9 +9,7 @@
 #include "cpu_isa.h"
 #include "parallel.h"
 #include "position_groups.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "tensors.h"
 
 namespace continuum_ops {
 namespace {
@@ -46,12 +39,6 @@ PointRows point_rows(const Tensor& t, int64_t sample) {
 template <class T> Row<T> row_of(const std::optional<Tensor>& t, int64_t sample) {
   if (!t || t->size(1) == 0) return {};
   return {static_cast<const T*>(t->const_data_ptr()) + (t->size(0) > 1 ? sample * t->stride(0) : 0), t->stride(1)};
-}
-
-std::vector<int64_t> shape(const Tensor& t) {
-  std::vector<int64_t> s;
-  for (int64_t i = 0; i < t.dim(); ++i) s.push_back(t.size(i));
-  return s;
 }
 
 struct Arguments {
@@ -152,9 +139,9 @@ template <class T> std::tuple<Tensor, Tensor, Tensor> forward(const Arguments& x
   Problem<T> problem(x);
   const PositionProblem& a = problem.a;
   const PositionAttentionKernels& kernels = problem.kernels;
-  Tensor out = torch::stable::new_empty(x.value, {problem.batch, a.heads, a.n, a.c});
-  Tensor lse = torch::stable::new_empty(x.value, {problem.groups, a.heads, a.n}, problem.type);
-  Tensor stats = torch::stable::new_empty(x.value, {problem.groups, a.heads, a.n, 2}, problem.type);
+  Tensor out = new_tensor({problem.batch, a.heads, a.n, a.c}, x.value.scalar_type());
+  Tensor lse = new_tensor({problem.groups, a.heads, a.n}, problem.type);
+  Tensor stats = new_tensor({problem.groups, a.heads, a.n, 2}, problem.type);
   const PositionOutput o{out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()};
   const int64_t groups = problem.groups, padded = problem.row_elements(), panels = kernels.panels(a);
 
@@ -416,12 +403,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   const bool scores = needs[0] || needs[1] || needs[3] || weights_grad;
   BackwardRun<T> run(x, needs[2], scores);
   const ScalarType type = run.problem.type;
-  auto cleared = [&](const Tensor& like) { return torch::stable::new_zeros(x.value, shape(like), type); };
+  auto cleared = [&](const Tensor& like) { return new_cleared(x.value, sizes_of(like, like.dim()), type); };
   auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
   auto single = [&](const Tensor& t) { return t.size(0) == 1 && run.problem.groups != 0; };
   std::optional<Tensor> lse_rows;
   if (grad_lse) lse_rows = torch::stable::contiguous(*grad_lse);
-  auto none = [&] { return torch::stable::new_empty(x.value, {0}); };  // outputs must not share memory
+  auto none = [&] { return new_tensor({0}, x.value.scalar_type()); };  // outputs must not share memory
   Tensor grad_value = needs[2] ? cleared(x.value) : none();
   if (needs[2] || scores) {
     run.run(grad_out, lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr, out.const_data_ptr(),
@@ -454,12 +441,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   return {grads[0], grads[1], finished(grad_value, x.value), grads[2], grads[3]};
 }
 
+// (B, M, C) as (B, 1, M, C).
+Tensor with_head(const Tensor& t) {
+  const std::vector<int64_t> sizes{t.size(0), 1, t.size(1), t.size(2)}, strides{t.stride(0), 0, t.stride(1), t.stride(2)};
+  return viewed(t, sizes, strides);
+}
+
 using Period = std::optional<std::vector<double>>;
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
                                               std::optional<Tensor> weights, std::optional<Tensor> radius, Period period) {
   const Arguments x{query_pos, key_pos, value, rate, weights, radius, period};
   return value.scalar_type() == ScalarType::Double ? forward<double>(x) : forward<float>(x);
+}
+
+// As users pass them where the batch shares the points: (N, d), (M, d), (B, M, C) or (B, H, M, C), (H,), (M,).
+std::tuple<Tensor, Tensor, Tensor> plain(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+                                         std::optional<Tensor> weights) {
+  STD_TORCH_CHECK(query_pos.dim() == 2 && key_pos.dim() == 2 && (value.dim() == 3 || value.dim() == 4) && (!weights || weights->dim() == 1),
+                  "query_pos: (N, d), key_pos: (M, d), value: (B, M, C) or (B, H, M, C), weights: (M,)");
+  auto batched_points = [](const Tensor& t) { return expanded(t, {1, t.size(0), t.size(1)}); };
+  if (weights) weights = expanded(*weights, {1, weights->size(0)});
+  auto call = [&](const Tensor& heads) {
+    return forward_op(batched_points(query_pos), batched_points(key_pos), heads, rate, weights, std::nullopt, std::nullopt);
+  };
+  return value.dim() == 4 ? call(value) : call(with_head(value));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse,
@@ -477,5 +483,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& gra
 
 STABLE_TORCH_LIBRARY_IMPL(continuum_ops, CPU, m) {
   m.impl("position_attention_forward", TORCH_BOX(&continuum_ops::forward_op));
+  m.impl("position_attention_plain", TORCH_BOX(&continuum_ops::plain));
   m.impl("position_attention_backward", TORCH_BOX(&continuum_ops::backward_op));
 }

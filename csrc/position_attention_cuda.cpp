@@ -2,12 +2,7 @@
 // file is compiled without CUDA. Schemas are defined in continuum_ops/ops/_library.py.
 #include "position_attention_cuda.h"
 
-#include <dlfcn.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
+#include "cuda_binding.h"
 
 #include <optional>
 #include <tuple>
@@ -18,54 +13,6 @@ using torch::stable::Tensor;
 
 namespace continuum_ops {
 namespace {
-
-#ifdef CONTINUUM_OPS_CUDA_ON_CPU  // tests: the kernels are compiled for the CPU and take its tensors
-#define CO_DEVICE CPU
-struct Device {
-  explicit Device(const Tensor&) {}
-  void* stream() const { return nullptr; }
-};
-#else
-#define CO_DEVICE CUDA
-// The device of a tensor is current while this lives.
-class Device {
- public:
-  explicit Device(const Tensor& t) : index_(t.get_device_index()), guard_(index_) {}
-
-  void* stream() const {
-    // In libtorch_cuda.so, which a machine that only builds has not got: looked up in the library that is loaded.
-    using Function = int32_t (*)(int32_t, void**);
-    static const Function function = [] {
-      void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-      return library ? reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
-    }();
-    STD_TORCH_CHECK(function != nullptr, "position_attention: torch's CUDA library is not loaded");
-    void* stream = nullptr;
-    STD_TORCH_CHECK(function(index_, &stream) == 0, "position_attention: no current CUDA stream");
-    return stream;
-  }
-
- private:
-  int32_t index_;
-  torch::stable::accelerator::DeviceGuard guard_;
-};
-#endif
-
-DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return DType::float32;
-    case ScalarType::Double: return DType::float64;
-    case ScalarType::BFloat16: return DType::bfloat16;
-    case ScalarType::Half: return DType::float16;
-    default: STD_TORCH_CHECK(false, "value must be float64, float32, bfloat16 or float16"); return DType::float32;
-  }
-}
-
-void check_success(int error) { STD_TORCH_CHECK(error == 0, "position_attention: ", cuda_error_string(error)); }
-
-template <int N> void copy_strides(const Tensor& t, int64_t (&strides)[N]) {
-  for (int i = 0; i < N; ++i) strides[i] = t.size(i) == 1 ? 0 : t.stride(i);
-}
 
 struct Problem {
   PositionProblem p{};
@@ -128,7 +75,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query_pos, const Tensor
   Tensor stats = torch::stable::new_empty(value, {p.geometries(), p.heads, p.n, 2}, problem.acc);
   if (p.geometries() == 0) return {out, lse, stats};  // meshes of a batch of none
   Tensor scratch = scratch_for(problem, nullptr, value);
-  check_success(position_attention_forward_cuda(p, {out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()},
+  check_success("position_attention", position_attention_forward_cuda(p, {out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()},
                                                 scratch.mutable_data_ptr(), device.stream()));
   return {out, lse, stats};
 }
@@ -174,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   if (weights_needed) g.grad_weights = grad_weights.mutable_data_ptr();
   if (p.geometries() > 0) {
     Tensor scratch = scratch_for(problem, &g, value);
-    check_success(position_attention_backward_cuda(p, g, scratch.mutable_data_ptr(), device.stream()));
+    check_success("position_attention", position_attention_backward_cuda(p, g, scratch.mutable_data_ptr(), device.stream()));
   }
   if (p.wide_positions) {
     if (needs[0]) grad_query_pos = torch::stable::to(grad_query_pos, ScalarType::Double);

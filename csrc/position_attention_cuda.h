@@ -57,6 +57,5 @@ size_t position_attention_scratch_bytes(const PositionProblem&, const PositionGr
 // 0 or a cudaError_t; stream is a cudaStream_t.
 int position_attention_forward_cuda(const PositionProblem&, const PositionOutput&, void* scratch, void* stream);
 int position_attention_backward_cuda(const PositionProblem&, const PositionGradients&, void* scratch, void* stream);
-const char* cuda_error_string(int);
 
 }  // namespace continuum_ops

@@ -3,29 +3,12 @@
 
 #include <algorithm>
 
+#include "cuda_launch.h"
 #include "position_attention_cuda.h"
 #include "position_attention_sums.cuh"
 
 namespace continuum_ops {
 namespace cuda {
-
-constexpr size_t ALIGNMENT = 256;
-
-// Hands out pieces of the scratch memory; without memory it only counts.
-class Scratch {
- public:
-  explicit Scratch(void* memory) : memory_(static_cast<char*>(memory)) {}
-  size_t size() const { return size_; }
-  template <class A> A* take(int64_t count) {
-    A* piece = memory_ ? reinterpret_cast<A*>(memory_ + size_) : nullptr;
-    size_ += (size_t(count) * sizeof(A) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    return piece;
-  }
-
- private:
-  char* memory_;
-  size_t size_ = 0;
-};
 
 template <class A> struct Pieces {
   Geometry<A> geo{};
@@ -62,32 +45,6 @@ template <class A> struct Pieces {
     if (gradients->grad_query_pos || (gradients->grad_rate && !key_side)) query_sums = scratch.take<A>(geometries * p.heads * p.n * (2 + p.d));
     if (key_side) key_sums = scratch.take<A>(geometries * p.heads * p.m * (2 + p.d));
   }
-};
-
-class Launcher {
- public:
-  explicit Launcher(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
-  int status() const { return int(status_); }
-
-  template <class... P, class... A> void operator()(void (*kernel)(P...), int64_t blocks, int threads, size_t shared, A... arguments) {
-    if (status_ != cudaSuccess || blocks == 0) return;
-    if (blocks > std::numeric_limits<int32_t>::max()) {
-      status_ = cudaErrorInvalidConfiguration;
-      return;
-    }
-#ifdef __CUDACC__
-    if (shared > 48 * 1024) {
-      status_ = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-      if (status_ != cudaSuccess) return;
-    }
-#endif
-    CUDA_LAUNCH(kernel, dim3(unsigned(blocks)), dim3(unsigned(threads)), shared, stream_, arguments...);
-    status_ = cudaGetLastError();
-  }
-
- private:
-  cudaStream_t stream_;
-  cudaError_t status_ = cudaSuccess;
 };
 
 template <class T> Columns<T> columns_of(const PositionProblem& p, const void* data, const int64_t (&strides)[4]) {

@@ -8,6 +8,8 @@ from helpers import Path, attention_module, chunked_module
 from hypothesis import settings
 from position_helpers import position_chunked, position_module
 
+from continuum_ops.ops import _direct as direct
+
 # torch.compile's cache on disk outlives a changed operator schema: compiled tests must compile.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
@@ -31,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A test that takes it runs through the kernel operator and the chunked one, in several blocks."""
     if request.param == "chunked":
+        monkeypatch.setattr(direct, "intercepts", lambda *_: True)
         monkeypatch.setattr(attention_module, "_kernel_serves", lambda *_: False)
         monkeypatch.setattr(chunked_module, "CHUNK_SCORES", 2**14)
         monkeypatch.setattr(position_module, "_attend", torch.ops.continuum_ops.position_attention_chunked)

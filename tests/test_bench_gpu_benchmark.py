@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpu_check_helpers import CASE, CPU, FakeClock, candidate, gpu_check, new_record, operator
 
-from gpu import attention, benchmark, case, position, tables, timing  # isort: skip
+from gpu import attention, benchmark, case, patch, position, tables, timing  # isort: skip
 from gpu.record import Budget, Estimates  # isort: skip
 
 
@@ -281,6 +281,33 @@ def test_an_answer_without_weights_is_wrong(monkeypatch, module):
     assert measured.reason.startswith("wrong: off from float64 by out")
 
 
+@pytest.mark.parametrize("passes", [case.FORWARD, case.BACKWARD])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_every_candidate_of_patch_attention_is_right(monkeypatch, precision, passes):
+    chosen = case.Case(patch.NAME, precision, passes, 16, 26**2)
+    inputs = patch.inputs(chosen, CPU)
+    for name in patch.names(chosen):
+        built = patch.candidate(name, chosen, inputs)
+        errors = timing.relative_errors(built.parity(), built.reference)
+        assert max(errors.values()) <= built.bound, (name, errors)
+        assert built.run()[0].shape == (1, 26, 26, 8, 16)
+    monkeypatch.setitem(patch.ATTEND, case.OURS, lambda x, q, k, v: patch.co.patch_attention(q, k, v, 2))
+    measured = timing.prepare(patch.candidate(case.OURS, chosen, inputs), FakeClock({}))
+    assert measured.reason is not None
+    assert measured.reason.startswith("wrong: off from float64 by out")
+
+
+def test_floors_of_patch_attention_are_bytes_and_products(tmp_path):
+    chosen = case.Case(patch.NAME, "bfloat16", case.FORWARD, 16, 416**2)
+    rates = {"bytes_per_s": 1e12, "float32_flops": 1e12, "tf32_flops": 6e12, "bfloat16_flops": 1e13}
+    # Four tensors of 416 x 416 x 8 x 16 numbers of two bytes; two products of 169 x 169 patches.
+    expected = {"memory_floor_ms": 0.1772, "matrix_floor_ms": 1.497}
+    assert case.floors(chosen, patch, rates) == pytest.approx(expected, rel=1e-3)
+    row = {"candidate": case.OURS, "ms": 1.0, "ms_min": 1.0, "ms_max": 1.0, "errors": {"out": 0.0}}
+    rows = case.finish_rows(chosen, [{**row, "extra_mib": 1.0, "note": ""}], patch, rates)
+    assert "| d | N | memory floor, ms | matrix floor, ms |" in "\n".join(tables.render_rows(rows))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_channels_carry_log_weights_that_one_does_not(dtype):
     """On a graded mesh of 4096 points log w / scale reaches -70, which one bfloat16 channel rounds by 0.1."""
@@ -315,6 +342,6 @@ def test_the_plan_names_every_case_of_the_issue_and_what_matters_first(capsys):
     assert lines[0].endswith(f"{case.OURS}; {attention.EFFICIENT}; {attention.FLEX}")
 
 
-@pytest.mark.parametrize("module", [attention, position])
+@pytest.mark.parametrize("module", [attention, position, patch])
 def test_the_small_case_of_the_sanitizer_runs(module):
     module.small(CPU)

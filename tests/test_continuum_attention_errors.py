@@ -150,15 +150,6 @@ def test_what_is_easily_mistaken_for_a_tensor_of_weights(changes, message):
         call(**changes)
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "weights"])
-def test_forward_mode_raises(name):
-    q, k, v = qkv((2, 3), 5, 7, 4, 6)
-    inputs = {"query": q, "key": k, "value": v, "weights": ones(7).double()}
-    tangent = torch.ones_like(inputs[name])
-    with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
-        torch.func.jvp(lambda t: co.continuum_attention(**{**inputs, name: t}), (inputs[name],), (tangent,))
-
-
 def test_negative_weights_are_refused_in_a_compiled_function():
     compiled = torch.compile(co.continuum_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="weights must be >= 0"):

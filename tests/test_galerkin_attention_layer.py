@@ -274,7 +274,7 @@ def test_constructor_errors(options, message):
 
 
 def test_encoder_layer_errors():
-    with pytest.raises(ValueError, match='layer_norm must be "galerkin" or "regular", got \'none\''):
+    with pytest.raises(ValueError, match='layer_norm must be "galerkin", "regular" or "post", got \'none\''):
         GalerkinEncoderLayer(6, 2, layer_norm="none")
     with pytest.raises(ValueError, match="dim_feedforward must be at least 1, got 0"):
         GalerkinEncoderLayer(6, 2, 0)

@@ -191,6 +191,13 @@ def test_compile_fullgraph(coord_dim):
         (1, {"coarsening": 2.0}, "coord_dim must be 2 with coarsening, was 1"),
         (2, {"coarsening": 0.5}, "coarsening must be None or at least 1, was 0.5"),
         (2, {"coarse_output": True}, "coarse_output must be False without coarsening"),
+        (
+            2,
+            {"middle": (4, 4)},
+            r"middle must be None, or with coarsening 2 sizes of at least 1, was \(4, 4\)",
+        ),
+        (2, {"coarsening": 2.0, "middle": (4, 0)}, "middle must be None, or with coarsening 2 sizes"),
+        (2, {"convolutions": "skip"}, 'convolutions must be "residual" or "plain", was \'skip\''),
         (1, {"num_layers": 0}, "num_layers must be at least 1, was 0"),
         (1, {"activation": "swoosh"}, "activation must be one of"),
     ],

@@ -123,17 +123,6 @@ def test_infinite_radius_and_period():
     assert torch.equal(call(period=(math.inf, math.inf)), expected)
 
 
-@pytest.mark.parametrize("name", ["query_pos", "key_pos", "value", "rate", "weights"])
-def test_forward_mode_raises(name):
-    inputs = {**make(), "weights": ones(7)}
-    with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
-        torch.func.jvp(
-            lambda t: co.position_attention(**{**inputs, name: t}),
-            (inputs[name],),
-            (ones(inputs[name].shape),),
-        )
-
-
 def test_negative_weights_are_refused_in_a_compiled_function():
     compiled = torch.compile(co.position_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="weights must be >= 0"):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import continuum_ops as co
-from continuum_ops.models import TNO, PiT, preset, preset_names
+from continuum_ops.models import FANO, TNO, PiT, ViTNO, preset, preset_names
 
 
 def count(module: nn.Module) -> int:
@@ -34,6 +34,37 @@ def test_parameter_counts(name: str, total: int, lift: int, lift_initial: int, p
     assert count(model.lift) == lift
     assert count(model.projection) == projection
     assert lift + lift_initial + ENCODER + projection == total
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "total", "lift", "layer"),
+    [
+        ("vitno-darcy416", ViTNO, 835_201, 3 * 128 * 2 * 12**2 * 2, ENCODER // 6),
+        ("vitno-kolmogorov", ViTNO, 835_201, 3 * 128 * 2 * 12**2 * 2, ENCODER // 6),
+        ("fano-darcy416", FANO, 95_868_801, 4 * 128, 3 * 128**2 * 2 * 9**2 * 2 + 16_512 + 33_024 + 512),
+        ("fano-kolmogorov", FANO, 95_868_801, 4 * 128, 3 * 128**2 * 2 * 9**2 * 2 + 16_512 + 33_024 + 512),
+    ],
+)
+def test_parameter_counts_of_the_models_on_patches(
+    name: str, kind, total: int, lift: int, layer: int
+) -> None:
+    model = preset(name, device="meta")  # FANO's parameters take 383 MB
+    assert isinstance(model, kind)
+    assert count(model) == total == lift + 6 * layer + 129 + 2 * 64**2 * 2
+    assert count(model.lift) == lift
+    assert all(count(encoder) == layer for encoder in model.layers)
+    assert model.num_patches == (13, 13) and model.final_spectral.modes == (64, 64)
+    assert f"{total:,}" in (preset.__doc__ or "")
+
+
+def test_patched_presets_map_a_field_on_a_grid() -> None:
+    """Small versions, on a grid that is coarser than that of the training: 13 patches of 2 points."""
+    torch.manual_seed(0)
+    grid = co.Grid.uniform((26, 26), kind="cell", dtype=torch.float32)
+    for name in ("vitno-darcy416", "fano-darcy416", "vitno-kolmogorov", "fano-kolmogorov"):
+        model = preset(name, d_model=8, num_layers=1, dim_feedforward=8).eval()
+        out = model(torch.rand(2, 26**2, 1), grid)
+        assert out.shape == (2, 26**2, 1) and torch.isfinite(out).all(), name
 
 
 # PiT tables 9 and 2: position attention, self-attention everywhere (A), in the processor (B). The counts of A
@@ -143,7 +174,15 @@ def test_overrides_take_the_place_of_settings() -> None:
 def test_names_are_listed() -> None:
     names = preset_names()
     assert names == sorted(names)
-    assert {*PIT, "tno-cde", "tno-darcy64", "tno-lorenz63", "galerkin-burgers"} <= set(names)
+    assert {
+        *PIT,
+        "vitno-darcy416",
+        "fano-kolmogorov",
+        "tno-cde",
+        "tno-darcy64",
+        "tno-lorenz63",
+        "galerkin-burgers",
+    } <= set(names)
     assert co.models.preset is preset
 
 

@@ -77,16 +77,14 @@ def test_a_shadowed_block_does_not_warn(layer, x):
 def test_unused_weights_warn_with_the_lengths_seen(layer, x):
     memory = torch.randn(B, M, E, dtype=torch.float64)
     plain = attend(layer, x)
-    message = (
-        "quadrature weights of length 9 were not used: the attention layers inside the block had 5, 7 keys"
-    )
+    message = "quadrature weights of length 9 were not used: the attention inside the block had 5, 7 keys"
     with pytest.warns(UserWarning, match=message) as caught, co.nn.quadrature(weights(9)):
         assert torch.equal(attend(layer, x), plain)
         layer(x, memory, memory)
     assert caught[0].filename == __file__
     with (
         pytest.warns(
-            UserWarning, match="of length 9 were not used: no attention layer of continuum_ops.nn ran"
+            UserWarning, match="of length 9 were not used: no attention ran inside the block that could"
         ),
         co.nn.quadrature(weights(9)),
     ):

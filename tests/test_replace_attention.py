@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import continuum_ops as co
 
@@ -181,6 +181,38 @@ def test_pruned_weights_and_a_parametrized_out_proj_are_kept():
     assert layer.in_proj_weight_orig.grad is not None
 
 
+@pytest.mark.parametrize("name", ["in_proj_weight", "q_proj_weight", "in_proj_bias"])
+def test_parametrizations_are_kept_and_can_be_removed(name):
+    sizes = {"kdim": 5, "vdim": 4} if name == "q_proj_weight" else {}
+    layer = randomise(nn.MultiheadAttention(E, H, batch_first=True, **sizes, **KW))
+    parametrize.register_parametrization(layer, name, Doubled())
+    q = points()
+    k, v = (torch.randn(B, N, d, dtype=torch.float64) for d in (layer.kdim, layer.vdim))
+    expected = layer(q, k, v)[0]
+    parameters = dict(layer.named_parameters())
+    co.nn.replace_attention(layer)
+    assert isinstance(layer, co.nn.MultiheadAttention)
+    assert type(layer).__name__ == "ParametrizedMultiheadAttention"
+    assert_same(layer(q, k, v)[0], expected)
+    after = dict(layer.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[n] is p for n, p in parameters.items())
+    w = torch.rand(N, dtype=torch.float64) + 0.1
+    out = layer(q, k, v, weights=w)[0]
+    out.sum().backward()
+    assert layer.parametrizations[name].original.grad.abs().max() > 0
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(q, k, v, weights=w)[0], out)
+    parametrize.remove_parametrizations(layer, name)
+    assert type(layer) is co.nn.MultiheadAttention
+    assert torch.equal(layer(q, k, v, weights=w)[0], out)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
 class NoAttention(nn.Module):
     def forward(self, x, *args, **kwargs):
         assert "weights" not in kwargs
@@ -252,7 +284,7 @@ def test_what_cannot_be_swapped_is_refused_by_name_before_anything_changes():
         {
             "plain": nn.MultiheadAttention(E, H),
             "own": MyAttention(E, H),
-            "constrained": parametrizations.weight_norm(nn.MultiheadAttention(E, H), "in_proj_weight"),
+            "constrained": parametrizations.weight_norm(MyAttention(E, H), "in_proj_weight"),
             "patched": nn.MultiheadAttention(E, H),
             "ours": OurAttention(E, H),
         }
@@ -260,7 +292,8 @@ def test_what_cannot_be_swapped_is_refused_by_name_before_anything_changes():
     model["patched"].forward = lambda *args, **kwargs: None
     match = (
         r"own \(a .*MyAttention, whose forward may differ from torch.nn's\); "
-        r"constrained \(it is parametrized.*\); patched \(its forward was replaced on the instance\)"
+        r"constrained \(a .*MyAttention, .*\); patched \(its forward was replaced on the instance\)\. "
+        r"A quadrature block reaches them as they are"
     )
     with pytest.raises(ValueError, match=match):
         co.nn.replace_attention(model)
@@ -273,7 +306,9 @@ def test_what_cannot_be_swapped_is_refused_by_name_before_anything_changes():
 
 
 def test_a_model_without_attention_warns():
-    with pytest.warns(UserWarning, match="model has no torch.nn.MultiheadAttention: nothing was replaced"):
+    with pytest.warns(
+        UserWarning, match="model has no torch.nn.MultiheadAttention: nothing was replaced .calls of"
+    ):
         co.nn.replace_attention(nn.Linear(2, 2))
 
 

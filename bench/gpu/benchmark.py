@@ -27,9 +27,9 @@ CASE_SECONDS = 0.6  # of timing for a case whose calls are short
 
 
 def operators(names: Sequence[str]) -> dict[str, Operator]:
-    from . import attention, position
+    from . import attention, patch, position
 
-    known: dict[str, Any] = {module.NAME: module for module in (attention, position)}
+    known: dict[str, Any] = {module.NAME: module for module in (attention, position, patch)}
     return {name: known[name] for name in names}
 
 

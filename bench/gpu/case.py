@@ -32,7 +32,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """N = M = n points; ``dim`` channels of query and key (continuum) or of value (position)."""
+    """N = M = n points; ``dim`` channels of query and key, of value (position), of all (patch)."""
 
     op: str
     precision: str
@@ -83,8 +83,12 @@ def exponentials(case: Case) -> int:
 def floors(case: Case, operator: Operator, rates: Mapping[str, float]) -> dict[str, float]:
     """Times that no kernel of this definition undercuts at the rates measured on this card, in ms.
 
-    A float32-accurate product takes the faster of plain float32 and three TF32 products.
+    A float32-accurate product takes the faster of plain float32 and three TF32 products. An operator that is
+    no sum over N x N scores has ``floors`` of its own.
     """
+    own = getattr(operator, "floors", None)
+    if own is not None:
+        return dict(own(case, rates))
     scores = float(operator.HEADS) * case.n * case.n
     found = {}
     if "ex2_per_s" in rates:

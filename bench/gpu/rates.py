@@ -1,4 +1,4 @@
-"""What the card allows: exponentials and matrix products per second. Needs Triton and a CUDA device."""
+"""What the card allows: exponentials, products, bytes per second. Needs Triton and a CUDA device."""
 
 from __future__ import annotations
 
@@ -47,10 +47,19 @@ def matmul_rate(clock: CudaClock, dtype: torch.dtype, setting: str, n: int) -> f
     return rate
 
 
+def copy_rate(clock: CudaClock, size: int = 2**30) -> float:
+    """Bytes read and written by a copy of 1 GiB."""
+    a = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    clock.seconds(lambda: b.copy_(a), 2)
+    return 2.0 * size / min(clock.seconds(lambda: b.copy_(a), 4) for _ in range(3))
+
+
 def measurements(clock: CudaClock) -> dict[str, Callable[[], float]]:
     """The best of three each: these are floors."""
     return {
         "ex2_per_s": lambda: exp2_rate(clock),
+        "bytes_per_s": lambda: copy_rate(clock),
         "bfloat16_flops": lambda: matmul_rate(clock, torch.bfloat16, "highest", 8192),
         "tf32_flops": lambda: matmul_rate(clock, torch.float32, "high", 8192),
         "float32_flops": lambda: matmul_rate(clock, torch.float32, "highest", 4096),

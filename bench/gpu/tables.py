@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 LEGEND = (
     "Cells: median (min-max) ms; **time divided by ours**; largest error against float64 of the output or "
     "any gradient, relative to its largest entry; memory beyond inputs and outputs. Floors: what the rates "
-    "measured on this card allow for the exponentials and for the matrix products, each alone."
+    "measured on this card allow for exponentials, the tensors' bytes and matrix products, each alone."
 )
 
 
@@ -37,13 +37,14 @@ def render_rows(rows: Sequence[Row]) -> list[str]:
         names = list(dict.fromkeys(r["candidate"] for r in chosen))
         cases = sorted({(r["d"], r["N"]) for r in chosen})
         found = {(r["d"], r["N"], r["candidate"]): r for r in chosen}
+        first = "memory_floor_ms" if any("memory_floor_ms" in r for r in chosen) else "exp_floor_ms"
         lines = []
         for d, n in cases:
-            timed = [r for r in chosen if (r["d"], r["N"]) == (d, n) and "exp_floor_ms" in r]
-            keys = ["exp_floor_ms", "matrix_floor_ms"]
+            timed = [r for r in chosen if (r["d"], r["N"]) == (d, n) and first in r]
+            keys = [first, "matrix_floor_ms"]
             floors = [f"{timed[0][k]:.3g}" if timed and k in timed[0] else "-" for k in keys]
             lines.append([str(d), str(n), *floors, *(_cell(found.get((d, n, name))) for name in names)])
-        header = ["d", "N", "exp floor, ms", "matrix floor, ms", *names]
+        header = ["d", "N", f"{first.split('_')[0]} floor, ms", "matrix floor, ms", *names]
         parts.append(f"### {', '.join(title)}\n\n{_table(header, lines)}")
     return parts
 
@@ -69,7 +70,7 @@ def render(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     said = [f"{k} {v}" for k, v in machine.get("gpu", {}).items()] + [f"commit {machine['commit']}"]
     rates = document["rates"]
-    units = {"ex2_per_s": (1e12, "T ex2/s")}
+    units = {"ex2_per_s": (1e12, "T ex2/s"), "bytes_per_s": (1e12, "TB/s (copy)")}
     said_rates = []
     for name, rate in rates.items():
         scale, unit = units.get(name, (1e12, f"TFLOP/s ({name.removesuffix('_flops')} torch.mm)"))

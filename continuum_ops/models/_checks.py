@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from ..mesh import Grid
 
 
 def check_integer(name: str, value: int, least: int) -> None:
@@ -25,3 +28,16 @@ def check_tensor(name: str, value: Tensor, u: Tensor, shapes: list[tuple[int, ..
         raise ValueError(f"{name} must have a floating dtype, was {value.dtype}")
     if value.device != u.device:
         raise ValueError(f"{name} must be on the device of u, {u.device}, was on {value.device}")
+
+
+def check_even(grid: Grid, who: str) -> None:
+    """Even spacing, without which Fourier modes are not those of the function; looked at on the CPU only."""
+    if grid.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for i, axis in enumerate(grid.axes):
+        gaps = axis.detach().diff()
+        if len(gaps) > 0 and bool(gaps.max() > 1.01 * gaps.min()):
+            raise ValueError(
+                f"mesh must be evenly spaced for {who}, was spaced from {gaps.min():g} to {gaps.max():g} "
+                f"along axis {i}"
+            )

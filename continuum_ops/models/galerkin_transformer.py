@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..mesh import Grid, Mesh
 from ..nn.galerkin_attention import AttentionType
-from ..nn.galerkin_encoder_layer import GalerkinEncoderLayer
+from ..nn.galerkin_encoder_layer import GalerkinEncoderLayer, LayerNormScheme
 from ..nn.spectral_conv import SpectralConv
+from ._checks import check_even
 from .interpolation_cnn import Downsample, Upsample, coarse_axis
 from .tno_layer import Activation, resolve_activation
 
@@ -44,6 +45,10 @@ class GalerkinTransformer(nn.Module):
         coarsening: None, or the ratio r >= 1 between the spacings of the coarse grid of the encoder and the
             fine one: n_c = 1 + round((n_f - 1) / r) points per axis. Needs coord_dim=2.
         coarse_output: leave the upsampling out; the output lives on the coarse grid (GT 5.3).
+        middle: points per axis of the grid halfway between the fine and the coarse one, for a model used at
+            one resolution; None: the square root of their product, rounded.
+        convolutions: "residual" as in GT figures 6 and 7; "plain", the form of the published code, without
+            skips and with further activations (:mod:`continuum_ops.models.convert`).
         decoder: "spectral" (smooth targets) or "pointwise" (targets that jump).
         decoder_layers: spectral or hidden pointwise layers.
         decoder_channels: their channels; None: d_model.
@@ -54,8 +59,9 @@ class GalerkinTransformer(nn.Module):
             decoder_channels.
         attention_dropout, dropout, downsample_dropout, upsample_dropout, decoder_dropout: probabilities in
             the attention, the feed-forward networks, the convolutions and the decoder (GT table 7).
-        activation, downsample_activation, decoder_activation: names as in :class:`TNO` or functions. GT uses
-            SiLU, and ReLU next to a function that jumps.
+        activation, downsample_activation, upsample_activation, decoder_activation: names as in :class:`TNO`
+            or functions; upsample_activation=None is `activation`. GT uses SiLU, and ReLU next to a function
+            that jumps.
         device, dtype: of the parameters.
 
     Raises:
@@ -74,11 +80,13 @@ class GalerkinTransformer(nn.Module):
         num_layers: int = 4,
         dim_feedforward: int | None = None,
         attention_type: AttentionType = "galerkin",
-        layer_norm: Literal["galerkin", "regular"] = "galerkin",
+        layer_norm: LayerNormScheme = "galerkin",
         eta: float = 1e-2,
         delta: float = 1e-2,
         coarsening: float | None = None,
         coarse_output: bool = False,
+        middle: Sequence[int] | None = None,
+        convolutions: Literal["residual", "plain"] = "residual",
         decoder: Literal["spectral", "pointwise"] = "spectral",
         decoder_layers: int = 2,
         decoder_channels: int | None = None,
@@ -92,6 +100,7 @@ class GalerkinTransformer(nn.Module):
         decoder_dropout: float = 0.0,
         activation: str | Activation = "silu",
         downsample_activation: str | Activation = "silu",
+        upsample_activation: str | Activation | None = None,
         decoder_activation: str | Activation = "silu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -118,6 +127,12 @@ class GalerkinTransformer(nn.Module):
             raise ValueError(f"coord_dim must be 2 with coarsening, was {coord_dim}")
         if coarse_output and coarsening is None:
             raise ValueError("coarse_output must be False without coarsening, was True")
+        if convolutions not in ("residual", "plain"):
+            raise ValueError(f'convolutions must be "residual" or "plain", was {convolutions!r}')
+        if middle is not None and (coarsening is None or len(middle) != 2 or min(middle) < 1):
+            raise ValueError(f"middle must be None, or with coarsening 2 sizes of at least 1, was {middle}")
+        plain = convolutions == "plain"
+        self.middle = None if middle is None else tuple(middle)
         self.in_channels, self.out_channels, self.coord_dim = in_channels, out_channels, coord_dim
         self.coarsening, self.coarse_output = coarsening, coarse_output
         between = resolve_activation(activation)
@@ -130,10 +145,13 @@ class GalerkinTransformer(nn.Module):
         else:
             first = resolve_activation(downsample_activation)
             self.downsample = Downsample(
-                in_channels, d_model, first, downsample_dropout, device=device, dtype=dtype
+                in_channels, d_model, first, downsample_dropout, plain=plain, device=device, dtype=dtype
             )
             if not coarse_output:
-                self.upsample = Upsample(d_model, between, upsample_dropout, device=device, dtype=dtype)
+                back = between if upsample_activation is None else resolve_activation(upsample_activation)
+                self.upsample = Upsample(
+                    d_model, back, upsample_dropout, plain=plain, device=device, dtype=dtype
+                )
         self.layers = nn.ModuleList(
             GalerkinEncoderLayer(
                 d_model,
@@ -246,12 +264,12 @@ class GalerkinTransformer(nn.Module):
         axes = [coarse_axis(x, n).to(u.dtype) for x, n in zip(grid.axes, coarse, strict=True)]
         weights = [coarse_axis(w, n) for w, n in zip(grid.axis_weights, coarse, strict=True)]
         coarse_points = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
-        v = self.downsample(u.unflatten(1, grid.shape).movedim(-1, 1), coarse)
+        v = self.downsample(u.unflatten(1, grid.shape).movedim(-1, 1), coarse, self.middle)
         v = v.flatten(2).transpose(1, 2)
         v = self._encode(v, coarse_points, (weights[0][:, None] * weights[1]).flatten())
         if self.upsample is None:
             return self.decoder(v, coarse_points, coarse)
-        v = self.upsample(v.transpose(1, 2).unflatten(-1, coarse), grid.shape)
+        v = self.upsample(v.transpose(1, 2).unflatten(-1, coarse), grid.shape, self.middle)
         return self.decoder(v.flatten(2).transpose(1, 2), points, grid.shape)
 
 
@@ -336,14 +354,6 @@ def _grid(mesh: Mesh | Tensor, who: str) -> Grid:
 
 
 def _even_grid(mesh: Mesh | Tensor) -> Grid:
-    """A Grid with even spacing, without which its Fourier modes are not those of the function."""
     grid = _grid(mesh, "the spectral decoder")
-    if grid.device.type == "cpu" and not torch.compiler.is_compiling():
-        for i, axis in enumerate(grid.axes):
-            gaps = axis.detach().diff()
-            if len(gaps) > 0 and bool(gaps.max() > 1.01 * gaps.min()):
-                raise ValueError(
-                    f"mesh must be evenly spaced for the spectral decoder, was spaced from {gaps.min():g} to "
-                    f"{gaps.max():g} along axis {i}"
-                )
+    check_even(grid, "the spectral decoder")
     return grid

@@ -13,7 +13,10 @@ from .tno_layer import Activation
 
 
 class ResidualConv(nn.Module):
-    """act(conv(x) + x), one 3 x 3 convolution; the sum takes the channels that both have."""
+    """act(conv(x) + x), one 3 x 3 convolution; the sum takes the channels that both have.
+
+    plain: without the skip, act(conv(x)).
+    """
 
     def __init__(
         self,
@@ -22,16 +25,19 @@ class ResidualConv(nn.Module):
         activation: Activation,
         dropout: float,
         *,
+        plain: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.conv = _conv(in_channels, out_channels, device, dtype)
         self.dropout = nn.Dropout(dropout)
-        self.activation = activation
+        self.activation, self.plain = activation, plain
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(self.conv(x))
+        if self.plain:
+            return self.activation(y)
         shared = min(x.shape[1], y.shape[1])
         skip = F.pad(x[:, :shared], (0, 0, 0, 0, 0, y.shape[1] - shared))
         return self.activation(y + skip)
@@ -41,7 +47,8 @@ class Downsample(nn.Module):
     """(B, in_channels, n_f, n_f') -> (B, channels, n_c, n_c'), by way of n_m = sqrt(n_f n_c) (GT figure 6).
 
     A convolution to all channels on the fine grid, interpolation, three residual convolutions in a row whose
-    outputs are stacked, interpolation.
+    outputs are stacked, interpolation. plain: convolutions without skips, and the activation once more after
+    each interpolation.
     """
 
     def __init__(
@@ -51,30 +58,37 @@ class Downsample(nn.Module):
         activation: Activation,
         dropout: float,
         *,
+        plain: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.conv = _conv(in_channels, channels, device, dtype)
-        self.activation = activation
+        self.activation, self.plain = activation, plain
         third = channels // 3
         widths = [channels, third, third, channels - 2 * third]
         self.blocks = nn.ModuleList(
-            ResidualConv(i, o, activation, dropout, device=device, dtype=dtype)
+            ResidualConv(i, o, activation, dropout, plain=plain, device=device, dtype=dtype)
             for i, o in itertools.pairwise(widths)
         )
 
-    def forward(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        x = resample(self.activation(self.conv(x)), _middle(x.shape[2:], shape))
+    def forward(self, x: Tensor, shape: tuple[int, ...], middle: tuple[int, ...] | None = None) -> Tensor:
+        middle = _middle(x.shape[2:], shape) if middle is None else middle
+        x = resample(self.activation(self.conv(x)), middle)
+        x = self.activation(x) if self.plain else x
         outputs = []
         for block in self.blocks:
             x = block(x)
             outputs.append(x)
-        return resample(torch.cat(outputs, dim=1), shape)
+        out = resample(torch.cat(outputs, dim=1), shape)
+        return self.activation(out) if self.plain else out
 
 
 class Upsample(nn.Module):
-    """The way back: interpolation to n_m, a convolution, interpolation to n_f (GT figure 7)."""
+    """The way back: interpolation to n_m, a convolution, interpolation to n_f (GT figure 7).
+
+    plain: the activation twice after the convolution.
+    """
 
     def __init__(
         self,
@@ -82,17 +96,19 @@ class Upsample(nn.Module):
         activation: Activation,
         dropout: float,
         *,
+        plain: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.conv = _conv(channels, channels, device, dtype)
         self.dropout = nn.Dropout(dropout)
-        self.activation = activation
+        self.activation, self.plain = activation, plain
 
-    def forward(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        x = resample(x, _middle(x.shape[2:], shape))
-        return resample(self.activation(self.dropout(self.conv(x))), shape)
+    def forward(self, x: Tensor, shape: tuple[int, ...], middle: tuple[int, ...] | None = None) -> Tensor:
+        middle = _middle(x.shape[2:], shape) if middle is None else middle
+        x = self.activation(self.dropout(self.conv(resample(x, middle))))
+        return resample(self.activation(x) if self.plain else x, shape)
 
 
 def resample(x: Tensor, shape: tuple[int, ...]) -> Tensor:

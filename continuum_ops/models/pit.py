@@ -247,6 +247,8 @@ class PiT(nn.Module):
             v = layer(v, geometry.output, weights)
         return self.projection(v)
 
+    # Radii and latent meshes are made once and kept by the identity of mesh objects: work for eager mode.
+    @torch.compiler.disable(reason="pass PiT a geometry made outside: model(u, model.geometry(mesh))")
     def geometry(
         self,
         mesh: Mesh | Tensor,
@@ -257,7 +259,9 @@ class PiT(nn.Module):
 
         The model keeps what it finds for the last 16 combinations of `Mesh` objects and finds it again as
         long as the objects are the same and their tensors were not written to. Nothing is kept for tensors,
-        nor for coordinates that require a gradient; hold on to the result where these come again.
+        for coordinates that require a gradient, or inside a transform of torch.func; hold on to the result
+        where these come again. torch.compile and torch.export do not see into this method: give a compiled
+        model what it returns.
 
         Arguments and errors as of :meth:`forward`.
         """
@@ -276,6 +280,8 @@ class PiT(nn.Module):
             if len(known) == len(key) and all(a is b or a == b for a, b in zip(known, key, strict=True)):
                 return geometry
         geometry = self._make_geometry(*given, dtype)
+        if torch._C._are_functorch_transforms_active():
+            return geometry
         self._geometries = [*self._geometries[1 - _KEPT :], (key, geometry)]
         return geometry
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from .fano import FANO
 from .galerkin_transformer import GalerkinTransformer
 from .pit import PiT
 from .tno import TNO
+from .vitno import ViTNO
 
 # CA 6.1 and 6.2.2: d_model 128 and 6 encoder layers; CA (18): a feed-forward network as wide as d_model. The
 # paper does not state the number of heads and the activation; 8 and GELU are those of its published runs, and
@@ -21,6 +23,18 @@ _TNO: dict[str, Any] = {
     "num_layers": 6,
     "dim_feedforward": 128,
     "activation": "gelu",
+}
+
+# CA 6.2.2 and 6.2.3: 128 channels, 12 modes for ViT-NO and 9 for FANO, 64 modes in the final spectral layer.
+# 13 patches an axis have 32 points each at 416 x 416. CA table 4 has 6 layers; heads and patch size are ours.
+_PATCHES: dict[str, Any] = {
+    "in_channels": 1,
+    "out_channels": 1,
+    "coord_dim": 2,
+    "num_patches": 13,
+    "patch_size": 32,
+    "final_spectral": 64,
+    **_TNO,
 }
 
 
@@ -105,6 +119,10 @@ _PRESETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     ),
     "tno-cde": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 1, **_TNO}),
     "tno-darcy64": (TNO, {"in_channels": 1, "out_channels": 1, "coord_dim": 2, **_TNO}),
+    "vitno-darcy416": (ViTNO, {**_PATCHES, "modes": 12}),
+    "fano-darcy416": (FANO, {**_PATCHES, "modes": 9}),
+    "vitno-kolmogorov": (ViTNO, {**_PATCHES, "modes": 12}),
+    "fano-kolmogorov": (FANO, {**_PATCHES, "modes": 9}),
     "pit-inviscid-burgers": _pit(1, 1, 64, 2, (1024,), (0.01, 0.08), "tan_clamped", decoder_layers=1),
     "pit-shock-tube": _pit(3, 1, 64, 2, (1024,), (0.04, 0.02), "square", decoder_layers=1),
     "pit-darcy": _pit(1, 2, 128, 2, (32, 32), (0.02, 0.05), "tan_clamped"),
@@ -141,6 +159,10 @@ def preset(name: str, **overrides: Any) -> nn.Module:
     galerkin-darcy         GalerkinTransformer a(x) -> u(x), grid 141 or 211, GT 5.2         2,217,565
     fourier-darcy          GalerkinTransformer the same                                      2,217,565
     galerkin-darcy-inverse GalerkinTransformer u(x) -> a(x) on the coarse grid, GT 5.3       2,384,833
+    vitno-darcy416         ViTNO               a(x) -> u(x), 416 x 416 points, CA 6.2.2      835,201
+    fano-darcy416          FANO                the same                                      95,868,801
+    vitno-kolmogorov       ViTNO               vorticity at T -> at T + 0.1, CA 6.2.3        835,201
+    fano-kolmogorov        FANO                the same                                      95,868,801
     ====================== =================== ============================================= ==========
 
     The second task of CA 6.1, x(t) -> y(t), is
@@ -153,6 +175,18 @@ def preset(name: str, **overrides: Any) -> nn.Module:
       the heads d^2 + d = 16,512; feed-forward network 2 (d^2 + d) = 33,024; two layer norms 4 d = 512. W1
       and W2 are the identity, and no norm follows the last layer;
     * projection: d + 1 = 129.
+
+    The models on patches. With d = d_model = 128 and m modes an axis, of which the half spectrum has 2 m^2
+    complex numbers, twice as many real ones:
+
+    * "vitno-": lift of (u, x_1, x_2), m = 12: 3 d * 288 * 2 = 221,184; the encoder of "tno-darcy64", 597,504;
+      projection 129; final spectral layer, m = 64: 8192 * 2 = 16,384.
+    * "fano-": lift 3 d + d = 512; 6 layers of 15,975,296, 95,851,776 in all: query, key and value, m = 9,
+      3 d^2 * 162 * 2 = 15,925,248, output of the heads 16,512, feed-forward network 33,024, norms 512;
+      projection 129; final spectral layer 16,384.
+
+    The two experiments have the same configuration. Figure 18 of CA adds ``smoothing="periodic"`` to
+    "fano-kolmogorov", figure 19 ``periodic_extension=True``. Take grids of kind "periodic" or "cell".
 
     PiT (tables 7 to 9). With d = width, c channels of u and coordinates together and h heads, the 313,613 of
     "pit-darcy" (d = 128, c = 3, h = 2) are: lift c d + d = 512; six attention layers d^2 + h = 16,386 each,

@@ -97,8 +97,8 @@ class TNOEncoderLayer(TransformerEncoderLayer):
         self.residual1: nn.Module = nn.Identity()
         self.residual2: nn.Module = nn.Identity()
         if residual_weights:
-            self.residual1 = _identity_map(d_model, device, dtype)
-            self.residual2 = _identity_map(d_model, device, dtype)
+            self.residual1 = identity_map(d_model, device, dtype)
+            self.residual2 = identity_map(d_model, device, dtype)
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class TNOEncoderLayer(TransformerEncoderLayer):
         return self.norm2(self.residual2(v) + self._ff_block(v))
 
 
-def _identity_map(size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
+def identity_map(size: int, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
     """A learnable linear map that starts as the identity."""
     linear = nn.Linear(size, size, bias=False, device=device, dtype=dtype)
     nn.init.eye_(linear.weight)

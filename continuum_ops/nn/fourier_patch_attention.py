@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops._fourier_patch_modes import PatchModes, choose_modes, fold_parseval, from_modes, to_modes
+from ..ops.patch_attention import patch_attention
 
 # Values that Q, K, V and out_proj are applied to at a time: fresh memory costs more than the arithmetic.
 BLOCK = 2**18
@@ -41,7 +42,7 @@ class FourierPatchAttention(nn.Module):
     Scores take P * P numbers per head, P patches.
 
     With quadrature weights inside the patches the modes are not orthogonal: Q, K and V are then transformed
-    back, three inverse transforms, and multiplied in space.
+    back, three inverse transforms, and meet in space, in ``continuum_ops.patch_attention``.
 
     Patches may be finer or coarser than ``patch_size``: keep their number, and a layer trained on 13 x 13
     patches of 32 x 32 points serves 13 x 13 patches of 16 x 16 or 64 x 64 points. Modes that a coarser
@@ -133,7 +134,7 @@ class FourierPatchAttention(nn.Module):
         Args:
             u: (B, n_1, .., n_d, embed_dim), channels last.
             weights: quadrature weights >= 0 of the points, (n_1, .., n_d) or (B, n_1, .., n_d). They enter
-                the inner products only. None: equal weights, in mode space.
+                the inner products only, as in ``patch_attention``. None: equal weights, in mode space.
             patch_size: points of a patch along each axis, dividing the grid. None: that of the constructor.
 
         Returns:
@@ -159,8 +160,6 @@ class FourierPatchAttention(nn.Module):
                     f"patch_size[{i}] must divide the grid's {n} points along that axis, got {p}; a grid of "
                     "another resolution takes forward(..., patch_size=) with as many patches as in training"
                 )
-        if weights is not None:
-            _check_weights(weights, u)
         modes = choose_modes([n // p for n, p in zip(grid, points, strict=True)], points, self.modes)
         device = u.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
@@ -259,31 +258,19 @@ class FourierPatchAttention(nn.Module):
         return out.view(kept, 2, batch, patches, self.embed_dim)
 
     def _attend_weighted(self, u: Tensor, modes: PatchModes, weights: Tensor) -> Tensor:
-        batch, heads = u.shape[0], self.num_heads
         pairs = _pairs(to_modes(u, modes))
-        split = [s for pair in zip(modes.patches, modes.points, strict=True) for s in pair]
-        d = len(modes.points)
-
-        def by_patch(x: Tensor, channels: int) -> Tensor:
-            """(B, *grid, channels heads) -> (B, heads, P, points channels)."""
-            x = x.view(x.shape[0], *split, x.shape[-1] // channels, channels)
-            x = x.permute(0, 2 * d + 1, *range(1, 2 * d, 2), *range(2, 2 * d + 1, 2), 2 * d + 2)
-            return x.flatten(d + 2).flatten(2, d + 1)
 
         def in_space(weight: Tensor) -> Tensor:
             product = torch.bmm(weight.reshape(-1, self.embed_dim, 2 * self.embed_dim), pairs.mT)
-            z = product.mT.unflatten(1, (2, batch, math.prod(modes.patches)))
-            return by_patch(from_modes(z, modes), self.head_dim)
+            z = product.mT.unflatten(1, (2, u.shape[0], math.prod(modes.patches)))
+            return from_modes(z, modes).unflatten(-1, (self.num_heads, self.head_dim))
 
         q, k, v = (in_space(w) for w in self._weights(modes, u.dtype))
-        w = weights.to(u.dtype).expand(u.shape[:-1])[..., None].expand(*u.shape[:-1], self.head_dim)
-        scale = 1.0 if self.scale is None else self.scale
-        attention = ((q * by_patch(w, self.head_dim)) @ k.mT * scale).softmax(-1)
-        out = (attention @ v).view(batch, heads, *modes.patches, *modes.points, self.head_dim)
-        order = [axis for i in range(d) for axis in (2 + i, 2 + d + i)]
-        out = out.permute(0, *order, 1, 2 * d + 2).reshape(u.shape)
+        out = patch_attention(q, k, v, modes.points, weights, scale=self.scale)
+        assert isinstance(out, Tensor)
         bias = self.out_proj.bias
-        return F.linear(out, self.out_proj.weight.to(u.dtype), None if bias is None else bias.to(u.dtype))
+        matrix = self.out_proj.weight.to(u.dtype)
+        return F.linear(out.flatten(-2), matrix, None if bias is None else bias.to(u.dtype))
 
     def extra_repr(self) -> str:
         return (
@@ -304,18 +291,3 @@ def _pairs(z: Tensor) -> Tensor:
     """(modes, 2, B, P, C) -> (modes, 2BP, 2C): z and i z, for products with [Re R, Im R]."""
     turned = torch.stack([-z[:, 1], z[:, 0]], dim=1)
     return torch.cat([z, turned], dim=-1).flatten(1, 3)
-
-
-def _check_weights(weights: Tensor, u: Tensor) -> None:
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        raise TypeError(
-            "weights must be a floating-point tensor, got "
-            f"{weights.dtype if isinstance(weights, Tensor) else type(weights).__name__}"
-        )
-    full = tuple(u.shape[:-1])
-    if tuple(weights.shape) not in (full, full[1:]):
-        raise ValueError(f"weights must have shape {full[1:]} or {full}, got {tuple(weights.shape)}")
-    if weights.device != u.device:
-        raise ValueError(f"weights must be on u's device {u.device}, got {weights.device}")
-    if weights.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((weights >= 0).all()):
-        raise ValueError(f"weights must be >= 0 and not NaN, got a smallest value of {weights.min().item()}")

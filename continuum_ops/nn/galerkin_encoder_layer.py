@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from .galerkin_attention import AttentionType, GalerkinAttention
 from .quadrature_context import Mesh
 
+LayerNormScheme = Literal["galerkin", "regular", "post"]
+
 
 class GalerkinEncoderLayer(nn.Module):
     """Attention and a two-layer pointwise network g, each with a skip connection (GT section 4.1).
@@ -19,12 +21,14 @@ class GalerkinEncoderLayer(nn.Module):
     layer_norm="galerkin": z = y + Attn(y), out = z + g(z), with the norms inside the attention, before its
     products (GT eq. 4-6); scales pass through the layer.
     layer_norm="regular": z = y + Attn(y), out = Ln(z + g(Ln(z))), with no norm inside (GT eq. 7).
+    layer_norm="post": z = Ln(y + Attn(y)), out = Ln(z + g(z)), with no norm inside: the order of Vaswani et
+    al., whose second skip connection carries the normalised z.
 
     Args:
         d_model, num_heads: as of :class:`GalerkinAttention`.
         dim_feedforward: hidden channels of g; None: 2 d_model.
         attention_type, coord_dim, eta, delta: as of :class:`GalerkinAttention`.
-        layer_norm: "galerkin" or "regular".
+        layer_norm: "galerkin", "regular" or "post".
         attention_dropout, dropout: probabilities in the attention and after the activation of g; both act in
             training only.
         activation: of g, a function of a tensor.
@@ -42,7 +46,7 @@ class GalerkinEncoderLayer(nn.Module):
         *,
         attention_type: AttentionType = "galerkin",
         coord_dim: int = 0,
-        layer_norm: Literal["galerkin", "regular"] = "galerkin",
+        layer_norm: LayerNormScheme = "galerkin",
         attention_dropout: float = 0.0,
         dropout: float = 0.0,
         activation: Callable[[Tensor], Tensor] = F.silu,
@@ -52,9 +56,10 @@ class GalerkinEncoderLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if layer_norm not in ("galerkin", "regular"):
-            raise ValueError(f'layer_norm must be "galerkin" or "regular", got {layer_norm!r}')
-        regular = layer_norm == "regular"
+        if layer_norm not in ("galerkin", "regular", "post"):
+            raise ValueError(f'layer_norm must be "galerkin", "regular" or "post", got {layer_norm!r}')
+        self.post_norm = layer_norm == "post"
+        regular = layer_norm != "galerkin"
         hidden = 2 * d_model if dim_feedforward is None else dim_feedforward
         if hidden < 1:
             raise ValueError(f"dim_feedforward must be at least 1, got {hidden}")
@@ -86,5 +91,6 @@ class GalerkinEncoderLayer(nn.Module):
     ) -> Tensor:
         """src (B, N, d_model), pos (N, coord_dim) or (B, N, coord_dim) -> (B, N, d_model)."""
         z = src + self.attention(src, query_pos=pos, weights=weights)
-        hidden = self.dropout(self.activation(self.linear1(self.norm1(z))))
+        z = self.norm1(z) if self.post_norm else z
+        hidden = self.dropout(self.activation(self.linear1(z if self.post_norm else self.norm1(z))))
         return self.norm2(z + self.linear2(hidden))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.continuum_attention import continuum_attention
-from .quadrature_context import Mesh, as_weights, current_weights
+from ._quadrature_blocks import Mesh, as_weights, current_weights
 
 
 class MultiheadAttention(nn.MultiheadAttention):

@@ -1,131 +1,118 @@
-"""Quadrature weights for attention layers inside a model whose forward cannot be changed."""
+"""Quadrature weights for the attention inside a model whose forward cannot be changed."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ._quadrature_blocks import Block, Mesh, as_weights, current_weights
+from ._weighted_calls import ANSWERS
 
-class Mesh(Protocol):
-    """Anything that knows its quadrature weights, such as ``continuum_ops.Grid``."""
-
-    @property
-    def weights(self) -> Tensor: ...
-
-
-class _Frame:
-    """One open ``quadrature`` block: its weights, and what the layers under it made of them."""
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-        self.matched = False
-        self.lengths_seen: set[int] = set()
-
-
-_frames: ContextVar[tuple[_Frame, ...]] = ContextVar("continuum_ops_quadrature", default=())
-
-# A plain global that torch.compile guards on: while no block is open anywhere in the process, compiled layers
-# neither read the context variable nor break the graph; opening one recompiles them.
-_any_open = False
-_open_count = 0
-_open_lock = threading.Lock()
-
-
-def _count_open(step: int) -> None:
-    global _any_open, _open_count
-    with _open_lock:
-        _open_count += step
-        _any_open = _open_count > 0
-
-
-def as_weights(weights: Tensor | Mesh, name: str = "weights") -> Tensor:
-    """The tensor of quadrature weights behind ``weights``: itself, or the ``.weights`` of a mesh.
-
-    Raises TypeError if it is neither or not floating point, ValueError unless it has 1 to 3 dimensions.
-    """
-    found = weights if isinstance(weights, Tensor) else getattr(weights, "weights", None)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"{name} must be a tensor or a mesh with .weights, got {type(weights).__name__}")
-    if not found.is_floating_point():
-        raise TypeError(f"{name} must be floating point, got {found.dtype}")
-    if not 1 <= found.dim() <= 3:
-        raise ValueError(f"{name} must have shape (M,), (B, M) or (B, H, M), got {tuple(found.shape)}")
-    return found
+__all__ = ["Mesh", "as_weights", "current_weights", "quadrature"]
 
 
 @contextmanager
-def quadrature(weights: Tensor | Mesh) -> Iterator[None]:
-    """Give quadrature weights to the attention layers of ``continuum_ops.nn`` that run inside the block.
+def quadrature(weights: Tensor | Mesh, mask: Tensor | None = None) -> Iterator[None]:
+    """Give quadrature weights to the attention of any model that runs inside the block.
 
     ::
 
-        co.nn.replace_attention(model)
         with co.nn.quadrature(mesh.weights):
             y = model(x)
 
-    The weights apply to a layer if its number of keys equals ``weights.shape[-1]`` and it was not called with
-    ``weights=`` of its own; other layers are left alone. Blocks nest: the innermost one whose length fits
-    wins, so a model with two meshes takes two blocks. The state is a context variable: it belongs to the
-    current thread (or asyncio task) and is undone when the block is left by an exception.
+    They reach, if the number of keys equals ``weights.shape[-1]``,
 
-    Activation checkpointing runs layers again during the backward pass: call ``backward()`` inside the
-    block too. On an accelerator that second run happens on a thread that does not see the block: give
-    checkpointed layers their weights explicitly there.
+    * calls of ``torch.nn.functional.scaled_dot_product_attention``, whoever makes them (timm, Hugging Face
+      with ``attn_implementation="sdpa"``, ...): :func:`continuum_ops.continuum_attention` answers them, with
+      their ``attn_mask``, ``dropout_p``, ``is_causal``, ``scale`` and ``enable_gqa``;
+    * ``torch.nn.MultiheadAttention``, subclasses that keep its forward, and
+      ``torch.nn.functional.multi_head_attention_forward``, also with ``need_weights=True`` (the probabilities
+      are then those with weights, before dropout) and in eval mode (the fused inference path, which knows no
+      weights, is not taken inside a block); the keys of ``add_bias_kv`` and ``add_zero_attn`` do not count
+      and get the mean of the nonzero weights each;
+    * the layers of ``continuum_ops.nn`` that were not called with ``weights=`` of their own.
+
+    All else is left alone: other lengths, attention that is written out as softmax(q k^T) v,
+    ``flex_attention``, other packages' kernels, scripted modules. Equal weights give the model's own output.
+    A model that adds tokens (a class token) has more keys than points: give them weights too, such as the
+    mean (``torch.cat([w.mean()[None], w])``). Averages over points that the model takes elsewhere (pooling,
+    normalisation) stay as they are.
+
+    Blocks nest: the innermost one whose length fits wins, and lengths that it does not have go to the blocks
+    around it, so a model with two meshes takes two blocks. A block belongs to the current thread and asyncio
+    task, is undone by an exception, and patches nothing. (A generator shares the context of its caller, who
+    is inside the block too while the generator waits.) Under autocast, weights stay as they are. Activation
+    checkpointing runs layers again during the backward pass: call ``backward()`` inside the block too.
+
+    ``torch.compile``: call the compiled model inside the block; it compiles with ``fullgraph=True``, and
+    other weights of the same shape compile nothing anew. Compiled code takes every block of its thread, those
+    of other asyncio tasks too.
 
     Args:
         weights: floating point tensor (M,), (B, M) or (B, H, M), or a mesh (an object with ``.weights``),
-            where M is the number of keys, B the batch and H the number of heads; on the model's device.
+            where M is the number of keys, B the batch (the first dimension of query and key) and H the number
+            of heads; on the model's device. Only ratios matter.
+        mask: bool, (M,) or (B, M), True where there is a point, False where there is padding, which then does
+            not exist as a key whatever its values; the padding's own rows of the output mean nothing. Short
+            for weights that are 0 there.
 
     Raises:
-        TypeError, ValueError: ``weights`` is not such a tensor or mesh.
+        TypeError, ValueError: ``weights`` or ``mask`` is not such a tensor or mesh. Inside the block, from
+            the attention call: weights that do not fit its batch or heads, an ``attn_mask`` that is a
+            ``CausalBias``, ``static_k`` or ``static_v``, nested tensors.
 
     Warns:
-        UserWarning: the block ended and no layer had the length of the weights; it names the lengths seen.
+        UserWarning: the block ended and no attention had the length of the weights; it names the lengths
+            seen.
     """
-    frame = _Frame(as_weights(weights))
-    token = _frames.set((*_frames.get(), frame))
-    _count_open(1)
+    block = Block(_masked(as_weights(weights), mask), ANSWERS)
+    block.open()
     try:
         yield
     finally:
-        _count_open(-1)
-        _frames.reset(token)
-    if not frame.matched:
-        seen = ", ".join(map(str, sorted(frame.lengths_seen)))
-        reason = (
-            f"the attention layers inside the block had {seen} keys"
-            if seen
-            else "no attention layer of continuum_ops.nn ran inside the block without weights of its own "
-            "(was replace_attention called?)"
-        )
+        block.close()
+    if not block.matched:
         # 3: past this generator and contextlib's __exit__, to the with statement.
         warnings.warn(
-            f"quadrature weights of length {frame.weights.shape[-1]} were not used: {reason}",
+            f"quadrature weights of length {block.weights.shape[-1]} were not used: {_what_was_seen(block)}",
             UserWarning,
             stacklevel=3,
         )
 
 
-@torch.compiler.disable
-def _innermost_match(num_keys: int) -> Tensor | None:
-    frames = _frames.get()
-    found = None
-    for frame in frames:
-        frame.lengths_seen.add(num_keys)
-        if frame.weights.shape[-1] == num_keys:
-            # An outer block that an inner one shadows was not forgotten by the caller: no warning for it.
-            frame.matched = True
-            found = frame.weights
-    return found
+def _masked(weights: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return weights
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a bool tensor (True where there is a point), got {got}")
+    length = weights.shape[-1]
+    batch = weights.shape[0] if weights.dim() > 1 else 1
+    fits = mask.dim() in (1, 2) and mask.shape[-1] == length
+    if not fits or (mask.dim() == 2 and 1 not in (batch, mask.shape[0]) and batch != mask.shape[0]):
+        raise ValueError(
+            f"mask must have shape ({length},) or (B, {length}) for weights of shape {tuple(weights.shape)}, "
+            f"got {tuple(mask.shape)}"
+        )
+    if mask.device != weights.device:
+        raise ValueError(f"mask must be on the device of weights, {weights.device}, got {mask.device}")
+    mask = mask.unsqueeze(1) if mask.dim() == 2 and weights.dim() == 3 else mask
+    return torch.where(mask, weights, 0.0)
 
 
-def current_weights(num_keys: int) -> Tensor | None:
-    """The weights that the open ``quadrature`` blocks hold for a layer with ``num_keys`` keys, or None."""
-    return _innermost_match(num_keys) if _any_open else None
+def _what_was_seen(block: Block) -> str:
+    reasons = []
+    if block.lengths_seen:
+        seen = ", ".join(map(str, sorted(block.lengths_seen)))
+        reasons.append(f"the attention inside the block had {seen} keys")
+    if block.met_compiled:
+        reasons.append("compiled attention inside the block had other numbers of keys")
+    return " and ".join(reasons) or (
+        "no attention ran inside the block that could take them (layers of continuum_ops.nn without weights "
+        "of their own, scaled_dot_product_attention, torch.nn.MultiheadAttention); attention that a model "
+        'writes out is not seen, Hugging Face models take attn_implementation="sdpa"'
+    )

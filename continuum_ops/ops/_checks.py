@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +66,7 @@ def check_broadcastable(op: str, name: str, tensor: Tensor, shape: Sequence[int]
     """`tensor` expands to `shape`, described by `what`."""
     sizes = tuple(tensor.shape)
     tail = tuple(shape)[len(shape) - len(sizes) :] if len(sizes) <= len(shape) else ()
-    if len(tail) != len(sizes) or any(a not in (1, b) for a, b in zip(sizes, tail, strict=True)):
+    if len(tail) != len(sizes) or any(a != 1 and a != b for a, b in zip(sizes, tail, strict=True)):
         raise ValueError(f"{op}: {name} must be broadcastable to {what} = {tuple(shape)}, got {sizes}")
 
 
@@ -80,16 +79,6 @@ def check_weights(op: str, weights: Any, query: Tensor, shape: Sequence[int]) ->
     check_tensor(op, "weights", weights, like=query)
     check_floating(op, "weights", weights)
     check_broadcastable(op, "weights", weights, shape, "(..., H, M)")
-
-
-def check_no_tangents(op: str, values: Sequence[Any]) -> None:
-    """Forward-mode derivatives would silently be zero: say so instead."""
-    for value in values:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise NotImplementedError(
-                f"{op}: forward-mode derivatives (torch.func.jvp, jacfwd, make_dual) are not implemented; "
-                "torch.autograd.functional.jvp takes two reverse passes instead"
-            )
 
 
 def check_period(op: str, period: Any, dimension: int) -> list[float]:

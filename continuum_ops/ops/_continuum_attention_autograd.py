@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..backends import warn_without_extension
 from . import _continuum_attention_chunked as chunked
+from . import _direct as direct
 from ._continuum_attention_chunked import Inputs, accumulation_dtype
 from ._library import LIBRARY
 
@@ -45,6 +47,9 @@ def _or_empty(grad: Tensor | None, query: Tensor) -> Tensor:
     return query.new_empty(0, dtype=accumulation_dtype(query.dtype)) if grad is None else grad
 
 
+forward_op = torch.ops.continuum_ops.continuum_attention_forward.default
+plain_op = torch.ops.continuum_ops.continuum_attention_plain.default
+_backward_op = torch.ops.continuum_ops.continuum_attention_backward.default
 LIBRARY.impl("continuum_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("continuum_attention_backward", _backward, "CompositeExplicitAutograd")
 
@@ -57,6 +62,13 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
         query.new_empty(rows, dtype=dtype),
         query.new_empty((*rows, 2), dtype=dtype),
     )
+
+
+@torch.library.register_fake("continuum_ops::continuum_attention_plain", lib=LIBRARY)
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    leads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    rows, dtype = (*leads, query.shape[-2]), accumulation_dtype(query.dtype)
+    return query.new_empty((*rows, value.shape[-1])), query.new_empty((*rows, 2), dtype=dtype)
 
 
 @torch.library.register_fake("continuum_ops::continuum_attention_backward", lib=LIBRARY)
@@ -89,8 +101,10 @@ def _derivative(
     query, key, value, weights, query_pos, key_pos, rate = (
         grad if needs[place] else None
         for grad, place in zip(
-            torch.ops.continuum_ops.continuum_attention_backward(
-                grad_out, grad_lse, *tensors, *ctx.options, needs[3], needs[5] or needs[6], needs[7]
+            direct.call(
+                _backward_op,
+                *(grad_out, grad_lse, *tensors, *ctx.options),
+                *(needs[3], needs[5] or needs[6], needs[7]),
             ),
             PLACES,
             strict=True,
@@ -102,6 +116,48 @@ def _derivative(
 torch.library.register_autograd(
     "continuum_ops::continuum_attention_forward", _derivative, setup_context=_setup, lib=LIBRARY
 )
+
+
+class Plain(torch.autograd.Function):
+    """The same derivative for what most calls have, without what the registration does for transforms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Tensor | None,
+        scale: float | None,
+        is_causal: bool,
+    ) -> Tensor:
+        out, stats = plain_op(query, key, value, weights, scale, is_causal)
+        ctx.save_for_backward(query, key, value, weights, out, stats)
+        ctx.options = (scale, is_causal)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *given, out, stats = ctx.saved_tensors
+        needs, (scale, is_causal) = ctx.needs_input_grad, ctx.options
+        if scale is None:
+            width = given[0].shape[-1]
+            scale = 1.0 / math.sqrt(width) if width > 0 else 1.0
+        leads = out.shape[:-2]
+        query, key, value = (
+            t if t.shape[:-2] == leads else t.expand(*leads, *t.shape[-2:]) for t in given[:3]
+        )
+        weights = None if given[3] is None else given[3].expand(*leads, key.shape[-2])
+        inputs = (query, key, value, weights, *(None,) * 6, out, stats, None, scale, 0.0, is_causal)
+        grads = direct.call(_backward_op, grad_out, None, *inputs, needs[3], False, False)
+        wanted = (
+            (g if g.shape == t.shape else g.sum_to_size(t.shape)) if need else None
+            for g, t, need in zip(grads, given, needs, strict=False)
+        )
+        return (*wanted, None, None)
+
+
+apply_plain = direct.applier(Plain)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

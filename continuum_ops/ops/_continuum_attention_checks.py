@@ -60,9 +60,13 @@ def check_positions(query_pos: Any, key_pos: Any, query: Tensor, leads: torch.Si
     ):
         check_tensor(OP, name, positions, like=query)
         check_floating(OP, name, positions)
-        what = f"({symbol}, d) or (..., {symbol}, d) with {symbol} = {rows}"
-        if positions.dim() < 2 or positions.shape[-2] != rows:
-            raise ValueError(f"{OP}: {name} must have shape {what}, got {tuple(positions.shape)}")
+        if (
+            positions.dim() < 2 or positions.shape[-2] != rows
+        ):  # a size in a text is a constant to torch.compile
+            raise ValueError(
+                f"{OP}: {name} must have shape ({symbol}, d) or (..., {symbol}, d) with {symbol} = {rows}, "
+                f"got {tuple(positions.shape)}"
+            )
         check_broadcastable(
             OP,
             name,

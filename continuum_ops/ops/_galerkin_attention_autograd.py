@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _direct as direct
 from ._library import LIBRARY
+
+_ops = torch.ops.continuum_ops
+small_op = _ops.galerkin_attention_small.default
+_small_backward = _ops.galerkin_attention_small_backward.default
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
@@ -41,6 +47,38 @@ def _products(
     return (q @ gram).to(query.dtype)
 
 
+class Small(torch.autograd.Function):
+    """The kernel for small problems; where its derivative is differentiated again, that of the products."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(query, key, value, weights)
+        return small_op(query, key, value, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad
+        if torch.is_grad_enabled() or direct.intercepted():
+            return _vector_jacobian(inputs, needed, grad_out)
+        query, key, value, weights = _small_backward(grad_out, *inputs, needed[3])
+        return query, key, value, weights.sum_to_size(inputs[3].shape) if needed[3] else None
+
+
+apply_small = direct.applier(Small)
+
+
+def _vector_jacobian(
+    inputs: tuple[Any, ...], needed: tuple[bool, ...], grad_out: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the product, differentiable where grad mode is on."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        out = _ops.galerkin_attention.default(*inputs)
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
+        grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=create_graph))
+    return tuple(next(grads) if need else None for need in needed)
+
+
 def _none(dead: Tensor) -> bool:
     """That no row is dead, where a look at the values is free: at real tensors on the CPU.
 
@@ -68,6 +106,19 @@ def _check_weights(weights: Tensor) -> Tensor:
 LIBRARY.impl("galerkin_attention", _attention, "CompositeImplicitAutograd")
 LIBRARY.impl("galerkin_attention", _attention, "FuncTorchBatched")  # vmap: the products have batching rules
 LIBRARY.impl("check_weights", _check_weights, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("continuum_ops::galerkin_attention_small", lib=LIBRARY)
+def _(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+@torch.library.register_fake("continuum_ops::galerkin_attention_small_backward", lib=LIBRARY)
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, weights_grad: bool
+) -> tuple[Tensor, ...]:
+    grad_weights = query.new_empty(key.shape[:-1] if weights is not None and weights_grad else 0)
+    return (*(t.new_empty(t.shape) for t in (query, key, value)), grad_weights)
 
 
 @torch.library.register_fake("continuum_ops::check_weights", lib=LIBRARY)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _functorch
 from ._library import LIBRARY
 
 # Values handled at a time. On the CPU few enough to stay in the cache between two axes, elsewhere enough to
@@ -29,7 +30,17 @@ def grid_product(value: Tensor, matrices: list[Tensor], rate: Tensor, weights: l
     Returns:
         (B, H, prod m_i, C) in value's dtype.
     """
+    if _functorch.transforms_active():
+        return _in_transforms(value, matrices, rate, weights or [])
     return torch.ops.continuum_ops.grid_product(value, matrices, rate, weights or [])
+
+
+def _in_transforms(value: Tensor, matrices: list[Tensor], rate: Tensor, weights: list[Tensor]) -> Tensor:
+    """In torch's own operators: the fields of each axis are all that derivatives keep."""
+    _functorch.check_nonnegative(rate, "position_attention", "rate", finite=False)
+    for i, w in enumerate(weights):
+        _functorch.check_nonnegative(w, "position_attention", f"weights[{i}]", finite=True)
+    return _compose(value, matrices, weights, look=False)
 
 
 def check_nonnegative(name: str, tensor: Tensor, *, finite: bool = False) -> None:
@@ -108,12 +119,12 @@ class _Problem:
         return x if self.dead is None else x.masked_fill(self.dead, 0.0)
 
 
-def dead_keys(weights: Sequence[Tensor]) -> Tensor | None:
+def dead_keys(weights: Sequence[Tensor], *, look: bool = True) -> Tensor | None:
     """(n_1, ..., n_d, 1), true where a weight is 0. None if none is, which only the CPU looks up."""
     if len(weights) == 0:
         return None
     zero = [w.detach() == 0 for w in weights]
-    if weights[0].device.type == "cpu" and not any(bool(z.any()) for z in zero):
+    if look and weights[0].device.type == "cpu" and not any(bool(z.any()) for z in zero):
         return None
     dead = zero[0]
     for z in zero[1:]:
@@ -204,9 +215,11 @@ def _block_backward(
     return g
 
 
-def _compose(value: Tensor, matrices: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _compose(
+    value: Tensor, matrices: Sequence[Tensor], weights: Sequence[Tensor], *, look: bool = True
+) -> Tensor:
     """The same product in differentiable steps, for second derivatives."""
-    dead = dead_keys(weights)
+    dead = dead_keys(weights, look=look)
     x = value.to(matrices[0].dtype).unflatten(2, [m.shape[-1] for m in matrices])
     if dead is not None:
         x = x.masked_fill(dead, 0.0)
@@ -300,3 +313,14 @@ def partial(t: Tensor) -> Tensor:
 torch.library.register_autograd(
     "continuum_ops::grid_product_backward", _second_derivative, setup_context=_setup_backward, lib=LIBRARY
 )
+
+
+# Inside transforms the public function takes torch's operators; these rules are for direct calls.
+@torch.library.register_vmap("continuum_ops::grid_product", lib=LIBRARY)
+def _(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    return _functorch.one_by_one(torch.ops.continuum_ops.grid_product, info, in_dims, args)
+
+
+@torch.library.register_vmap("continuum_ops::grid_product_backward", lib=LIBRARY)
+def _(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    return _functorch.one_by_one(torch.ops.continuum_ops.grid_product_backward, info, in_dims, args)

@@ -25,6 +25,12 @@ _INPUTS = (
 # stats is the kernel's own record of each row (a shift and the denominator relative to it), from which the
 # backward recomputes probabilities to full relative accuracy; lse alone is too coarse for logits of 1e4.
 LIBRARY.define(f"continuum_attention_forward({_INPUTS}) -> (Tensor out, Tensor lse, Tensor stats)")
+# On CPU tensors as users pass them, leading dimensions that broadcast, no scale for 1 / sqrt(D); its
+# derivative is the one below.
+LIBRARY.define(
+    "continuum_attention_plain(Tensor query, Tensor key, Tensor value, Tensor? weights, float? scale, "
+    "bool is_causal) -> (Tensor out, Tensor stats)"
+)
 # Most users hold weights, positions and rate constant: their gradients are computed only if wanted, and
 # of shape (0,) otherwise.
 LIBRARY.define(
@@ -54,6 +60,9 @@ LIBRARY.define(
     f"position_attention_forward({_POSITION}, Tensor? radius, float[]? period) "
     "-> (Tensor out, Tensor lse, Tensor stats)"
 )
+# On CPU tensors as users pass them, the points shared by the batch: (N, d), (M, d), (B, M, C) or
+# (B, H, M, C), (H,), (M,); its derivative is the one below.
+LIBRARY.define(f"position_attention_plain({_POSITION}) -> (Tensor out, Tensor lse, Tensor stats)")
 # needs: one for each of the first five inputs; gradients that are not needed have shape (0,).
 LIBRARY.define(
     f"position_attention_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, Tensor lse, "
@@ -91,9 +100,46 @@ _WINDOW = (
 )
 LIBRARY.define(f"window_attention({_WINDOW}) -> (Tensor out, Tensor lse)")
 LIBRARY.define(f"window_attention_backward(Tensor grad_out, Tensor grad_lse, {_WINDOW}) -> Tensor[]")
+# query (B, *grid, H, D), key (B, *kgrid, H, D), value (B, *kgrid, H, Dv), grids of 1 to 3 axes that
+# patch_size divides; weights (W, *grid), W = 1 or B, in the accumulation dtype. out (B, *grid, H, Dv), lse
+# (B, H, P) for P patches of queries. probabilities (B, H, P, Pk), in the accumulation dtype, are kept for the
+# backward where they have no more elements than query, else of shape (0,): the backward computes them again.
+_PATCH = "Tensor query, Tensor key, Tensor value, Tensor? weights"
+LIBRARY.define(
+    f"patch_attention_forward({_PATCH}, int[] patch_size, float scale) "
+    "-> (Tensor out, Tensor lse, Tensor probabilities)"
+)
+# needs: one for each of the four inputs; gradients that are not needed have shape (0,).
+LIBRARY.define(
+    f"patch_attention_backward(Tensor grad_out, Tensor? grad_lse, {_PATCH}, Tensor lse, "
+    "Tensor probabilities, int[] patch_size, float scale, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
+)
+# The CUDA library's own: as the two above, with tf32, one TF32 product for float32 instead of three.
+LIBRARY.define(
+    f"patch_attention_cuda_forward({_PATCH}, int[] patch_size, float scale, bool tf32) "
+    "-> (Tensor out, Tensor lse, Tensor probabilities)"
+)
+LIBRARY.define(
+    f"patch_attention_cuda_backward(Tensor grad_out, Tensor? grad_lse, {_PATCH}, Tensor lse, "
+    "Tensor probabilities, int[] patch_size, float scale, bool[] needs, bool tf32) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
+)
 # Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
+# The same product in one kernel of the CPU, float32 or float64, leading dimensions and dtypes equal, weights
+# that broadcast to (*L, M); its derivative is galerkin_attention's. grad_weights: (*L, M), or (0,) if not
+# wanted.
+LIBRARY.define("galerkin_attention_small(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
+LIBRARY.define(
+    "galerkin_attention_small_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor? weights, bool weights_grad) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
+)
+# A look at values from inside torch.func's transforms: zeros, or an error on the CPU and NaN elsewhere.
+LIBRARY.define("check_nonnegative(Tensor values, str op, str name, bool finite) -> Tensor")
+LIBRARY.define("quantile_radius(Tensor query_pos, Tensor key_pos, float quantile, float[] period) -> Tensor")
 # The kept Fourier modes of each patch, (B, *grid, C) <-> (modes, 2, B, patches, C); see _fourier_patch_modes.
 _PATCH_MODES = "int[] patches, int[] points, int[] up, int[] down, bool dense, bool mean"
 LIBRARY.define(f"patch_analysis(Tensor u, {_PATCH_MODES}) -> Tensor")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import warn_without_extension
+from . import _direct as direct
 from . import _position_attention_chunked as chunked
 from . import _position_attention_cuda
 from ._library import LIBRARY
@@ -49,6 +50,9 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     return tuple(_or_empty(g, x.value) for g in chunked.backward(x, grad_out, grad_lse, needs))
 
 
+forward_op = _ops.position_attention_forward.default
+plain_op = _ops.position_attention_plain.default
+_backward_op = _ops.position_attention_backward.default
 LIBRARY.impl("position_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("position_attention_backward", _backward, "CompositeExplicitAutograd")
 _position_attention_cuda.register(_forward, _backward)
@@ -59,6 +63,13 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Inputs(*args)
     rows = x.rows()
     return x.value.new_empty(x.out_shape()), x.rate.new_empty(rows), x.rate.new_empty((*rows, 2))
+
+
+@torch.library.register_fake("continuum_ops::position_attention_plain", lib=LIBRARY)
+def _(query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None) -> Any:
+    rows = (rate.shape[0], query_pos.shape[0])
+    out = value.new_empty((value.shape[0], *rows, value.shape[-1]))
+    return out, rate.new_empty((1, *rows)), rate.new_empty((1, *rows, 2))
 
 
 @torch.library.register_fake("continuum_ops::position_attention_backward", lib=LIBRARY)
@@ -84,7 +95,8 @@ def _derivative(
     if grad_out is None:
         grad_out = out.new_zeros(()).expand(out.shape)
     needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    grads = _ops.position_attention_backward(
+    grads = direct.call(
+        _backward_op,
         grad_out,
         grad_lse,
         query_pos,
@@ -105,6 +117,36 @@ def _derivative(
 torch.library.register_autograd(
     "continuum_ops::position_attention_forward", _derivative, setup_context=_setup, lib=LIBRARY
 )
+
+
+class Plain(torch.autograd.Function):
+    """The same derivative for points shared by the batch, without what the registration does for every
+    transform: query_pos (N, d), key_pos (M, d), value (B, M, C) or (B, H, M, C), rate (H,), weights (M,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        out, lse, stats = plain_op(query_pos, key_pos, value, rate, weights)
+        ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, lse, stats)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *given, out, lse, stats = ctx.saved_tensors
+        query_pos, key_pos, value, rate, weights = given
+        needs = list(ctx.needs_input_grad)
+        value = value if value.dim() == 4 else value.unsqueeze(1)
+        weights = None if weights is None else weights.unsqueeze(0)
+        inputs = (query_pos.unsqueeze(0), key_pos.unsqueeze(0), value, rate, weights)
+        grads = direct.call(_backward_op, grad_out, None, *inputs, out, lse, stats, None, None, needs)
+        return tuple(
+            (g if g.dim() == t.dim() else g.squeeze(0 if t.dim() < 3 else 1)) if need else None
+            for g, t, need in zip(grads, given, needs, strict=True)
+        )
+
+
+apply_plain = direct.applier(Plain)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import Grid
+from ._functorch import one_by_one
 from ._grid_product import check_nonnegative
 from ._library import LIBRARY
 from ._position_attention_blocks import Block, Inputs, blocks
@@ -408,3 +409,14 @@ torch.library.register_autograd(
     setup_context=_setup_backward,
     lib=LIBRARY,
 )
+
+
+# The blocks follow from the coordinates, which the entries of a batch need not share.
+@torch.library.register_vmap("continuum_ops::window_attention", lib=LIBRARY)
+def _(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    return one_by_one(torch.ops.continuum_ops.window_attention, info, in_dims, args)
+
+
+@torch.library.register_vmap("continuum_ops::window_attention_backward", lib=LIBRARY)
+def _(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+    return one_by_one(torch.ops.continuum_ops.window_attention_backward, info, in_dims, args)

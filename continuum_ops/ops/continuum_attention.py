@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _checks as shared
-from . import _continuum_attention_autograd, _continuum_attention_cuda  # noqa: F401  (register the operators)
 from . import _continuum_attention_checks as checks
+from . import _continuum_attention_cuda  # noqa: F401  (registers the operators)
+from . import _direct as direct
+from ._continuum_attention_autograd import apply_plain, forward_op, plain_op
 from ._continuum_attention_chunked import accumulation_dtype
+from ._continuum_attention_functorch import attend_in_transforms
+from ._functorch import transforms_active
 
 _ops = torch.ops.continuum_ops
 
@@ -87,9 +91,11 @@ def continuum_attention(
     to a 16-bit dtype once.
 
     Gradients exist for query, key, value, weights, a floating attn_mask, query_pos, key_pos and rate,
-    through out and lse, and so do second derivatives; third derivatives and
-    forward-mode derivatives raise. Under autocast, query, key
-    and value take the autocast dtype (unless they are float64) and nothing else does.
+    through out and lse, and so do second derivatives; third derivatives in reverse mode raise. Forward mode
+    (``torch.func.jvp``, ``jacfwd``, ``torch.autograd.forward_ad``) has derivatives of any order, in PyTorch
+    with O(N * chunk) memory where all are forward ones; not with dropout. Under ``torch.func.vmap`` the batch
+    becomes a leading dimension of the same kernels. Under autocast, query, key and value take the autocast
+    dtype (unless they are float64) and nothing else does.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -103,11 +109,18 @@ def continuum_attention(
         >>> co.continuum_attention(q, k, v, x[1]).shape
         torch.Size([2, 4, 64, 16])
     """
+    if (
+        attn_mask is query_pos is key_pos is rate is period is radius is None
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and not return_lse
+    ):
+        out = _plain(query, key, value, weights, scale, is_causal)
+        if out is not None:
+            return out
     shared.check_tensor(checks.OP, "query", query)
     query, key, value = shared.autocast(query, key, value)
     leads = shared.check_qkv(checks.OP, query, key, value)
-    if forward_ad._current_level >= 0:
-        shared.check_no_tangents(checks.OP, [query, key, value, weights, attn_mask, query_pos, key_pos, rate])
     checks.check_numbers(dropout_p, scale, query.dtype)
     rows, keys = query.shape[-2], key.shape[-2]
     if weights is not None:
@@ -132,11 +145,33 @@ def continuum_attention(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*leads, rows, keys) if serves else _with_leads(attn_mask, leads, 2)
     inputs = (query, key, value, weights, attn_mask, query_pos, key_pos, rate, radius, seed, period, *options)
-    if serves:
-        out, lse, _ = _ops.continuum_attention_forward(*inputs)
+    if transforms_active():
+        out, lse = attend_in_transforms(inputs, serves)
+    elif serves:
+        out, lse, _ = forward_op(*inputs)
     else:
         out, lse = _ops.continuum_attention_chunked(*inputs)
     return (out, lse) if return_lse else out
+
+
+def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal: Any) -> Tensor | None:
+    """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
+    if (
+        direct.intercepts(query, key, value)
+        or (scale is not None and not (type(scale) is float and abs(scale) <= 1e38))
+        or (
+            weights is not None
+            and (type(weights) not in direct.PLAIN or not weights.is_cpu or weights.dtype is not query.dtype)
+        )
+    ):
+        return None
+    arguments = (query, key, value, weights, scale, bool(is_causal))
+    try:
+        if direct.records_gradients(query, key, value, weights):
+            return apply_plain(*arguments)
+        return plain_op(*arguments)[0]
+    except Exception:  # the checks of the ordinary way say what is wrong
+        return None
 
 
 def _kernel_serves(query: Tensor, attn_mask: Tensor | None, query_pos: Tensor | None) -> bool:

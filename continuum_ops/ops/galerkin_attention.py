@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import _checks as checks
-from . import _galerkin_attention_autograd  # noqa: F401  (registers the operators)
+from . import _direct as direct
+from ._galerkin_attention_autograd import apply_small, small_op
 
 _operator = torch.ops.continuum_ops.galerkin_attention.default
+
+# Up to so many multiplications, and rows in a sum, one kernel is faster than the calls of BLAS.
+SMALL_PRODUCTS, SMALL_ROWS = 2**18, 512
 
 
 def galerkin_attention(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -58,9 +64,34 @@ def galerkin_attention(query: Tensor, key: Tensor, value: Tensor, weights: Tenso
 
 def linear_attention(op: str, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
     """Checks and the registered operator, for both names of q (k^T W v)."""
+    out = _small_attention(query, key, value, weights)
+    if out is not None:
+        return out
     checks.check_tensor(op, "query", query)
     query, key, value = checks.autocast(query, key, value)
     leads = checks.check_qkv(op, query, key, value)
     if weights is not None:
         checks.check_weights(op, weights, query, (*leads, key.shape[-2]))
     return _operator(query, key, value, weights)
+
+
+def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor | None:
+    """The kernel's own answer for small problems; None where it refuses, or something has to be prepared."""
+    if direct.intercepts(query, key, value) or not (
+        weights is None or (type(weights) in direct.PLAIN and weights.is_cpu)
+    ):
+        return None
+    try:
+        *leads, keys, _ = key.shape
+        *others, rows, _ = query.shape
+        if leads != others or list(value.shape[:-2]) != leads or rows > SMALL_ROWS or keys > SMALL_ROWS:
+            return None
+        if (query.numel() + key.numel()) * value.shape[-1] > SMALL_PRODUCTS:
+            return None
+        if query.dtype not in direct.WIDE or (weights is not None and weights.dtype is not query.dtype):
+            return None
+        if direct.records_gradients(query, key, value, weights):
+            return apply_small(query, key, value, weights)
+        return small_op(query, key, value, weights)
+    except Exception:  # the checks of the ordinary way say what is wrong
+        return None

@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..backends import extension
 from ..mesh import Grid, product_weights
 from . import _checks as shared
-from . import _position_attention_autograd  # noqa: F401  (registers the operators)
+from . import _direct as direct
 from . import _position_attention_checks as checks
 from . import _position_attention_grid as grids
 from ._continuum_attention_chunked import accumulation_dtype
-
-_ops = torch.ops.continuum_ops
-
-_POINT_KERNEL = extension()[0] is not None
+from ._functorch import transforms_active
+from ._position_attention_autograd import apply_plain, forward_op, plain_op
+from ._position_attention_functorch import attend_in_transforms
 
 
 def position_attention(
@@ -78,8 +75,11 @@ def position_attention(
     once.
 
     Gradients exist for query_pos, key_pos, value, rate and weights, through out and lse, and so do second
-    derivatives; third derivatives and forward-mode derivatives raise. Under autocast, value takes the
-    autocast dtype (unless it is float64) and nothing else does.
+    derivatives; third derivatives in reverse mode raise. Forward mode (``torch.func.jvp``, ``jacfwd``,
+    ``torch.autograd.forward_ad``) has derivatives of any order, in PyTorch with O(N * chunk) memory where all
+    are forward ones. Under ``torch.func.vmap`` the batch joins that of value, or the heads where rate has it;
+    where both have it, entries are computed one by one. Under autocast, value takes the autocast dtype
+    (unless it is float64) and nothing else does.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -93,6 +93,10 @@ def position_attention(
         >>> co.position_attention(x, x, v, rate, x.axis_weights).shape
         torch.Size([8, 2, 1024, 64])
     """
+    if radius is period is None and not return_lse:
+        plain = _plain(query_pos, key_pos, value, rate, weights)
+        if plain is not None:
+            return plain
     checks.check_value(value)
     (value,) = shared.autocast(value)
     checks.check_rate(rate, value)
@@ -103,15 +107,15 @@ def position_attention(
     x = query_pos.points if isinstance(query_pos, Grid) else query_pos
     y = key_pos.points if isinstance(key_pos, Grid) else key_pos
     checks.check_positions(x, y, value)
-    if forward_ad._current_level >= 0:
-        shared.check_no_tangents(checks.OP, [x, y, value, rate, weights])
     dtype = accumulation_dtype(value.dtype)
     if radius is not None:
         checks.check_radius(radius, value, x.shape[-2])
     if period is not None:
         period = shared.check_period(checks.OP, period, x.shape[-1])
     # Within a radius the point kernel skips what is out of reach and is about three times as fast as windows.
-    point_kernel = radius is not None and _POINT_KERNEL and value.device.type == "cpu"
+    # Windows are found by a look at the coordinates, which torch.func's transforms hide.
+    transformed = transforms_active()
+    point_kernel = radius is not None and (transformed or (direct.KERNELS and value.device.type == "cpu"))
     two_grids = isinstance(query_pos, Grid) and isinstance(key_pos, Grid) and not point_kernel
     if two_grids and grids.serves(query_pos, key_pos, given, radius=radius):
         assert isinstance(query_pos, Grid) and isinstance(key_pos, Grid)
@@ -125,12 +129,32 @@ def position_attention(
         radius = _radius_rows(radius, x.shape[-2], value, dtype)
     x, y = _position_rows(x, y, value.shape[0], dtype)
     value = value if value.dim() == 4 else value.unsqueeze(1)
-    out, lse = _attend(x, y, value, rate.to(dtype), weights, radius, period)
+    attend = attend_in_transforms if transformed else _attend
+    out, lse = attend(x, y, value, rate.to(dtype), weights, radius, period)
     return (out, lse.expand(out.shape[:-1])) if return_lse else out
 
 
+def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) -> Tensor | None:
+    """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
+    if (
+        direct.intercepts(value, query_pos, key_pos, rate)
+        or not (query_pos.dtype is key_pos.dtype is rate.dtype)
+        or query_pos.dim() != 2
+        or key_pos.dim() != 2
+        or not (weights is None or (type(weights) in direct.PLAIN and weights.is_cpu and weights.dim() == 1))
+    ):
+        return None
+    arguments = (query_pos, key_pos, value, rate, weights)
+    try:
+        if direct.records_gradients(*arguments):
+            return apply_plain(*arguments)
+        return plain_op(*arguments)[0]
+    except Exception:  # the checks of the ordinary way say what is wrong
+        return None
+
+
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
-    out, lse, _ = _ops.position_attention_forward(*args)
+    out, lse, _ = forward_op(*args)
     return out, lse
 
 

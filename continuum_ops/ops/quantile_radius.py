@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..mesh import Mesh
 from ._checks import check_period
+from ._functorch import one_by_one
+from ._library import LIBRARY
 
 OP = "quantile_radius"
 # Squared distances held at a time by one thread: few enough to stay in the cache, a row at least.
@@ -52,7 +54,7 @@ def quantile_radius(
 
     Returns:
         radius (N,), or (B, N) if one of the positions has a batch; float32, or float64 if a position is
-        float64. It has no gradient.
+        float64. It has no gradient; ``torch.func.vmap`` and ``torch.compile`` take it.
 
     Raises:
         TypeError: positions that are not floating-point tensors, a quantile or period that are not numbers.
@@ -71,15 +73,41 @@ def quantile_radius(
     lengths = _lengths(period, x.shape[-1])
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
     x, y = x.detach().to(dtype), y.detach().to(dtype)
-    batch = [p.shape[0] for p in (x, y) if p.dim() == 3]
-    with torch.no_grad():
-        if not batch:
-            return _radius(x, y, float(quantile), lengths)
-        xs, ys = (p.expand(max(batch) if 0 not in batch else 0, *p.shape[-2:]) for p in (x, y))
-        result = x.new_empty(xs.shape[:2])
-        for b in range(len(xs)):
-            result[b] = _radius(xs[b], ys[b], float(quantile), lengths)
-        return result
+    return torch.ops.continuum_ops.quantile_radius(x, y, float(quantile), lengths)
+
+
+def _quantile_radius(x: Tensor, y: Tensor, quantile: float, lengths: list[float]) -> Tensor:
+    rows = _rows(x, y)
+    if len(rows) == 1:
+        return _radius(x, y, quantile, lengths)
+    result = x.new_empty(rows)
+    for b in range(rows[0]):
+        result[b] = _radius(x[b] if x.dim() == 3 else x, y[b] if y.dim() == 3 else y, quantile, lengths)
+    return result
+
+
+def _rows(x: Tensor, y: Tensor) -> tuple[int, ...]:
+    """(N,), or (B, N) if one of the positions has a batch."""
+    return (*(x if x.dim() == 3 else y).shape[:-2], x.shape[-2])
+
+
+LIBRARY.impl("quantile_radius", _quantile_radius, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("continuum_ops::quantile_radius", lib=LIBRARY)
+def _(x: Tensor, y: Tensor, quantile: float, lengths: list[float]) -> Tensor:
+    return x.new_empty(_rows(x, y))
+
+
+@torch.library.register_vmap("continuum_ops::quantile_radius", lib=LIBRARY)
+def _(
+    info: Any, in_dims: tuple[int | None, ...], x: Tensor, y: Tensor, quantile: float, lengths: list[float]
+) -> tuple[Tensor, int]:
+    positions = list(zip((x, y), in_dims, strict=False))
+    if any(p.dim() - (dim is not None) == 3 for p, dim in positions):
+        return one_by_one(torch.ops.continuum_ops.quantile_radius, info, in_dims, (x, y, quantile, lengths))
+    moved = [p if dim is None else p.movedim(dim, 0) for p, dim in positions]
+    return torch.ops.continuum_ops.quantile_radius(*moved, quantile, lengths), 0
 
 
 def _radius(x: Tensor, y: Tensor, quantile: float, lengths: list[float]) -> Tensor:

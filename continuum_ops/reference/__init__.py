@@ -3,6 +3,7 @@
 from .continuum_attention import continuum_attention
 from .fourier_attention import fourier_attention
 from .galerkin_attention import galerkin_attention
+from .patch_attention import patch_attention
 from .position_attention import position_attention
 from .quantile_radius import quantile_radius
 
@@ -10,6 +11,7 @@ __all__ = [
     "continuum_attention",
     "fourier_attention",
     "galerkin_attention",
+    "patch_attention",
     "position_attention",
     "quantile_radius",
 ]

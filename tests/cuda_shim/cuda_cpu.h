@@ -5,7 +5,8 @@
 // Covers: grid/block indices, static and dynamic __shared__, __syncthreads(+_count/_and/_or), __syncwarp, __shfl_*_sync,
 // __ballot/__any/__all_sync, atomics, half/bf16 scalars through the toolkit's own headers, <<<>>> via CUDA_LAUNCH.
 // Warp-wide instructions in PTX need a host version beside them; gather() is what it is made of.
-// Not: inline PTX itself, the order of asynchronous copies, textures, cooperative groups, streams' concurrency, real timing.
+// An asynchronous copy writes when its thread waits for it, and NaN until then: a missing or early wait shows.
+// Not: inline PTX itself, textures, cooperative groups, streams' concurrency, real timing.
 #pragma once
 #include <csetjmp>
 #include <ucontext.h>
@@ -45,6 +46,7 @@
 #define __launch_bounds__(...)
 
 namespace cuda_cpu {
+struct Copy { void* to; char bytes[16]; int count; long group; };
 struct Fiber {
   ucontext_t ctx;  // entered once; later switches jump, since swapcontext asks the kernel for the signal mask every time
   jmp_buf jump;
@@ -55,6 +57,8 @@ struct Fiber {
   bool done = false;
   enum { RUN, BLOCK, WARP } wait = RUN;
   unsigned warp_mask = 0;
+  std::vector<Copy> copies;  // asynchronous, not waited for
+  long copy_group = 0;
 #ifdef CC_ASAN
   void* fake = nullptr;
 #endif
@@ -104,6 +108,18 @@ inline void entry() {
   to_main(true);
 }
 inline void barrier() { B->cur->wait = Fiber::BLOCK; to_main(); }
+inline void copy_async(void* to, const void* from, int count, bool valid) {
+  Copy c{to, {}, count, B->cur->copy_group};
+  if (valid) memcpy(c.bytes, from, count);
+  memset(to, 0xff, count);
+  B->cur->copies.push_back(c);
+}
+inline void end_copy_group() { ++B->cur->copy_group; }
+inline void wait_copies(int groups) {  // all but so many of the groups that have ended; -1: all copies
+  auto& all = B->cur->copies;
+  const long last = B->cur->copy_group - groups;
+  std::erase_if(all, [&](const Copy& c) { const bool due = groups < 0 || c.group < last; if (due) memcpy(c.to, c.bytes, c.count); return due; });
+}
 inline int lane() { return B->cur->lin & 31; }
 inline Warp& warp() { return B->w[B->cur->lin >> 5]; }
 inline void warp_barrier(unsigned mask) {
@@ -116,6 +132,7 @@ inline void run_block(Block& b) {
   const int n = b.bdim.x * b.bdim.y * b.bdim.z;
   for (int i = 0; i < n; ++i) {
     Fiber& f = b.f[i];
+    f.copies.clear();
     f.lin = i; f.done = false; f.entered = false; f.wait = Fiber::RUN;
     f.tid = {i % b.bdim.x, i / b.bdim.x % b.bdim.y, i / (b.bdim.x * b.bdim.y)};
     getcontext(&f.ctx);

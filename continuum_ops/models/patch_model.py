@@ -1,0 +1,281 @@
+"""What the models on patches, ViT-NO and FANO, share: everything but the lift and the attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..mesh import Grid, Mesh
+from ..nn._patches import crop, patch_size, per_axis
+from ._checks import check_even, check_integer, check_tensor
+from .patch_layer import FinalSpectral, PatchEncoderLayer
+from .smoothing import Smoothing
+from .tno_layer import Activation, resolve_activation
+
+Weights: TypeAlias = Tensor | Literal["mesh", "equal"]
+
+
+class PatchOptions(NamedTuple):
+    """Options of both models, checked; modes and patches per axis."""
+
+    in_channels: int
+    out_channels: int
+    num_patches: tuple[int, ...]
+    patch_size: tuple[int, ...]
+    modes: tuple[int, ...]
+    d_model: int
+    dim_feedforward: int
+    dropout: float
+    activation: Activation
+    norm_first: bool
+    norm_residual: bool
+    residual_weights: bool
+    final_spectral: tuple[int, ...] | None
+    smoothing: Smoothing | None
+    pad: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def check_options(
+    *,
+    in_channels: int,
+    out_channels: int,
+    coord_dim: int,
+    num_patches: int | Sequence[int],
+    patch_size: int | Sequence[int],
+    modes: int | Sequence[int],
+    periodic_extension: bool,
+    d_model: int,
+    num_heads: int,
+    num_layers: int,
+    dim_feedforward: int | None,
+    dropout: float,
+    activation: str | Activation,
+    norm_first: bool,
+    norm_residual: bool,
+    residual_weights: bool,
+    final_spectral: int | Sequence[int] | None,
+    smoothing: str | Sequence[str] | None,
+    smoothing_eps: float,
+    smoothing_alpha: float,
+    pad: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> PatchOptions:
+    """Raise for what is out of range; the rest as the models use it."""
+    dim_feedforward = d_model if dim_feedforward is None else dim_feedforward
+    for name, number in (
+        ("in_channels", in_channels),
+        ("out_channels", out_channels),
+        ("coord_dim", coord_dim),
+        ("d_model", d_model),
+        ("num_heads", num_heads),
+        ("num_layers", num_layers),
+        ("dim_feedforward", dim_feedforward),
+    ):
+        check_integer(name, number, 1)
+    if coord_dim > 3:
+        raise ValueError(f"coord_dim must be 1, 2 or 3, was {coord_dim}")
+    if d_model % num_heads:
+        raise ValueError(f"d_model must be divisible by num_heads, was {d_model} with num_heads {num_heads}")
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout must be a probability between 0 and 1, was {dropout}")
+    if norm_residual and not norm_first:
+        raise ValueError("norm_first must be True with norm_residual, was False")
+    points = per_axis("patch_size", patch_size, coord_dim)
+    kept = per_axis("modes", modes, coord_dim)
+    for i, (n, m) in enumerate(zip(points, kept, strict=True)):
+        period = 2 * n if periodic_extension else n
+        most = period // 2 + 1 if i == coord_dim - 1 else period // 2
+        if m > most:
+            raise ValueError(
+                f"modes[{i}] must be at most {most} for patches of {n} points along that axis in training, "
+                f"where more would overlap, was {m}"
+            )
+    smooth = None
+    if smoothing is not None:
+        smooth = Smoothing(smoothing, smoothing_eps, smoothing_alpha)
+        if len(smooth.boundary) not in (1, coord_dim):
+            raise ValueError(f"smoothing must be one name or one per axis of {coord_dim}, was {smoothing!r}")
+    return PatchOptions(
+        in_channels,
+        out_channels,
+        per_axis("num_patches", num_patches, coord_dim),
+        points,
+        kept,
+        d_model,
+        dim_feedforward,
+        dropout,
+        resolve_activation(activation),
+        norm_first,
+        norm_residual,
+        residual_weights,
+        None if final_spectral is None else per_axis("final_spectral", final_spectral, coord_dim),
+        smooth,
+        pad,
+        device,
+        dtype,
+    )
+
+
+class PatchModel(nn.Module):
+    """T_out o E_L o T_in of CA (9) on the patches of a grid; made by `ViTNO` and `FANO`, not on its own."""
+
+    # Whether the attention takes None for equal weights, from no enclosing co.nn.quadrature.
+    none_is_equal = False
+
+    def __init__(
+        self,
+        options: PatchOptions,
+        lift: nn.Module,
+        make_attention: Callable[[], nn.Module],
+        num_layers: int,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels = options.in_channels, options.out_channels
+        self.num_patches, self.pad = options.num_patches, options.pad
+        device, dtype = options.device, options.dtype
+        self.lift = lift
+        self.layers = nn.ModuleList(
+            PatchEncoderLayer(
+                make_attention(),
+                options.d_model,
+                options.dim_feedforward,
+                options.dropout,
+                options.activation,
+                norm_first=options.norm_first,
+                norm_residual=options.norm_residual,
+                residual_weights=options.residual_weights,
+                device=device,
+                dtype=dtype,
+            )
+            for _ in range(num_layers)
+        )
+        self.projection = nn.Linear(options.d_model, options.out_channels, device=device, dtype=dtype)
+        self.final_spectral: FinalSpectral | None = None
+        if options.final_spectral is not None:
+            self.final_spectral = FinalSpectral(
+                options.out_channels, options.final_spectral, device=device, dtype=dtype
+            )
+        self.smoothing = options.smoothing
+
+    def forward(self, u: Tensor, mesh: Grid, *, weights: Weights = "mesh") -> Tensor:
+        """Evaluate the operator on one function per batch entry.
+
+        Args:
+            u: (B, N, in_channels), samples of the input function at the points of the grid in row-major
+                order, of the dtype of the parameters.
+            mesh: an evenly spaced `Grid` of coord_dim axes on the device of u, n_i points along axis i, a
+                multiple of num_patches[i] unless the model pads.
+            weights: of the integrals within the patches: "mesh", the grid's; "equal", the same for every
+                point, CA (63); or a tensor (N,) of weights >= 0. They are divided by their sum, so that
+                the domain has volume 1 whatever its units. On an evenly spaced grid of kind "periodic" or
+                "cell" the two names say the same.
+
+        Returns:
+            (B, N, out_channels), the output function at the same points.
+
+        Raises:
+            ValueError: a shape, dtype or device that does not fit; an uneven grid; a number of points that
+                the patches do not divide; in training mode, modes that a patch or the grid lacks.
+            TypeError: an argument of another type.
+        """
+        self._check(u, mesh)
+        shape = mesh.shape
+        extra = tuple(-n % patches for n, patches in zip(shape, self.num_patches, strict=True))
+        if not self.pad:
+            patch_size("mesh", shape, self.num_patches)
+            extra = (0,) * len(shape)
+        v = torch.cat([_repeat_ends(u.unflatten(1, shape), extra), _points(mesh, extra, u)], dim=-1)
+        w = self._weights(u, mesh, weights, extra)
+        v = self.lift(v)
+        for layer in self.layers:
+            v = layer(v, w)
+        z = self.projection(crop(v, shape))
+        if self.final_spectral is not None:
+            z = self.final_spectral(z)
+        if self.smoothing is not None:
+            z = self.smoothing(z, mesh)
+        return z.flatten(1, -2)
+
+    def _check(self, u: Tensor, mesh: Grid) -> None:
+        if not isinstance(u, Tensor):
+            raise TypeError(f"u must be a tensor, was {type(u).__name__}")
+        if u.ndim != 3 or u.shape[-1] != self.in_channels:
+            hint = "; the axes of a grid are one: u.flatten(1, -2)" if u.ndim > 3 else ""
+            raise ValueError(f"u must have shape (B, N, {self.in_channels}), was {tuple(u.shape)}{hint}")
+        expected = self.projection.weight.dtype
+        castable = u.is_floating_point() and torch.is_autocast_enabled(u.device.type)
+        if u.dtype != expected and not castable:
+            raise ValueError(f"u must have the dtype of the parameters, {expected}, was {u.dtype}")
+        if not isinstance(mesh, Grid):
+            known = isinstance(mesh, (Mesh, Tensor))
+            why = "; patches need a tensor-product grid" if known else ""
+            raise TypeError(f"mesh must be a Grid, was {type(mesh).__name__}{why}")
+        if mesh.ndim != len(self.num_patches):
+            raise ValueError(f"mesh must have {len(self.num_patches)} axes, had {mesh.ndim}")
+        if len(mesh) != u.shape[1]:
+            raise ValueError(f"mesh must have the {u.shape[1]} points of u, had {mesh.shape}")
+        if mesh.device != u.device:
+            raise ValueError(f"mesh must be on the device of u, {u.device}, was on {mesh.device}")
+        check_even(mesh, f"{type(self).__name__}")
+
+    def _weights(self, u: Tensor, mesh: Grid, weights: Weights, extra: tuple[int, ...]) -> Tensor | None:
+        """Of sum 1 in the shape of the padded grid, 0 where it is padded; None: the same everywhere."""
+        if self.none_is_equal and isinstance(weights, str) and weights == "equal" and not any(extra):
+            return None
+        wide = torch.promote_types(u.dtype, torch.float32)
+        n = len(mesh)
+        if isinstance(weights, Tensor):
+            check_tensor("weights", weights, u, [(n,)])
+            w = weights
+        elif not isinstance(weights, str):
+            raise TypeError(f'weights must be "mesh", "equal" or a tensor, was {type(weights).__name__}')
+        elif weights == "mesh":
+            w = mesh.weights
+        elif weights == "equal":
+            w = u.new_ones(n, dtype=wide)
+        else:
+            raise ValueError(f'weights must be "mesh", "equal" or a tensor, was {weights!r}')
+        w = w.to(wide)
+        total = w.sum()
+        # A grid without weight has nothing to integrate; 0 / 0 would make NaN of it.
+        w = (w / torch.where(total == 0, 1.0, total)).view(mesh.shape)
+        for axis, more in enumerate(extra):
+            if more:
+                gap = [more if i == axis else size for i, size in enumerate(w.shape)]
+                w = torch.cat([w, w.new_zeros(gap)], dim=axis)
+        return w
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_channels={self.in_channels}, out_channels={self.out_channels}, "
+            f"num_patches={self.num_patches}, pad={self.pad}"
+        )
+
+
+def _repeat_ends(v: Tensor, extra: Sequence[int]) -> Tensor:
+    """(B, *grid, C) with `extra` more points behind the end of each axis that repeat the last one."""
+    for axis, more in enumerate(extra, start=1):
+        if more:
+            size = list(v.shape)
+            size[axis] = more
+            v = torch.cat([v, v.narrow(axis, v.shape[axis] - 1, 1).expand(size)], dim=axis)
+    return v
+
+
+def _points(mesh: Grid, extra: Sequence[int], u: Tensor) -> Tensor:
+    """(B, *padded grid, d) coordinates in the dtype of u, the spacing going on behind the end."""
+    if not any(extra):
+        return mesh.points.to(u.dtype).view(*mesh.shape, -1).expand(u.shape[0], *mesh.shape, -1)
+    axes = []
+    for x, more in zip(mesh.axes, extra, strict=True):
+        step = (x[-1] - x[0]) / max(len(x) - 1, 1)
+        steps = torch.arange(1, more + 1, dtype=x.dtype, device=x.device)
+        axes.append(torch.cat([x, x[-1] + step * steps]))
+    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).to(u.dtype)
+    return points.expand(u.shape[0], *points.shape)

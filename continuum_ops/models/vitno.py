@@ -1,0 +1,146 @@
+"""Vision transformer neural operator (ViT-NO): attention between the patches of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..nn import PatchAttention, PatchSpectralConv
+from .patch_model import PatchModel, check_options
+from .tno_layer import Activation
+
+
+class ViTNO(PatchModel):
+    """Vision transformer neural operator u -> z between functions on a box of dimension 1, 2 or 3.
+
+    ::
+
+        v_0 = W_in (u, x)    on each patch: spectral convolution of (u(x), x)     CA (14), (20)-(22), (60)
+        v_l = E(v_(l-1))     num_layers times: multi-head patch attention with pointwise Q, K, V,
+                             pointwise feed-forward network                       CA (10), (23)-(25), (62)
+        z   = W_out v_L      at each point                                        CA (27), (28)
+
+    One set of parameters serves every resolution: the lift works on Fourier modes and scores are integrals.
+    What must stay the same are the patches, so grids of one study should be of one kind:
+
+    * "cell": patch i of P covers [i / P, (i + 1) / P] of the domain at every resolution, and its integrals
+      are midpoint rules. Refining by an odd factor keeps the points; the output converges there with order 2.
+    * "periodic", also for the half-open grid a + i (b - a) / n of a function that is not periodic: the same
+      patches, every refinement keeps the points, and integrals over a patch are left-hand sums: order 1.
+    * "endpoint": n points span n - 1 gaps, so patches move by up to a gap and points near their edges change
+      patch. Elsewhere the output converges with order 1.
+
+    Modes that a coarser patch, or the grid of ``final_spectral``, lacks are left out in evaluation mode and
+    each other one is used once; in training mode they are an error. Source: CA section 4.3, appendix B.2.
+
+    Args:
+        in_channels: channels of the input function u.
+        out_channels: channels of the output function.
+        coord_dim: dimension d of the domain.
+        num_patches: patches along each axis, an int for all; the same at every resolution.
+        patch_size: points of a patch along each axis in training, an int for all: what the modes are checked
+            against. 13 patches of 32 points make a grid of 416; the model then also takes 208 and 832.
+        modes: kept Fourier modes of the lift along each axis, an int for all.
+        d_model: channels inside the encoder, divisible by num_heads.
+        num_heads: attention heads, each with d_model / num_heads channels.
+        num_layers: encoder layers.
+        dim_feedforward: hidden channels of the feed-forward network; None: d_model, as in CA (25).
+        dropout: probability, placed as in ``torch.nn.TransformerEncoderLayer``.
+        activation: "gelu", "relu", "silu", "tanh" or a function of a tensor.
+        norm_first: normalise before a sub-layer instead of after the sum of CA (10).
+        norm_residual: with norm_first, the residual too: v <- norm1(v), v <- W1 v + A(v), v <- norm2(W2 v +
+            F(v)), as the published code has it.
+        residual_weights: learnable W1, W2 of CA (10), which start as the identity. CA section 6 uses the
+            identity itself: False.
+        scale: factor of the integrals in the scores; CA (63) has 1, and its integrals over one of P patches
+            are P times smaller than means over a patch.
+        periodic_extension: mirror each patch behind its ends before the lift, as in
+            :class:`continuum_ops.nn.PatchSpectralConv` (CA 6.2.3).
+        final_spectral: kept modes along each axis of z -> z + K z with a spectral convolution K on the whole
+            grid, which starts as 0; None: no such layer.
+        smoothing: the boundary, "periodic" or "dirichlet", one for all axes or one per axis, of a last layer
+            :class:`continuum_ops.models.Smoothing` (CA 29); None: no such layer.
+        smoothing_eps, smoothing_alpha: of it, as in CA 6.2.3; eps in units of length squared.
+        pad: lengthen axes that the patches do not divide, at their end: u repeats its last values there, the
+            integrals leave them out and so does the output. False: an error.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a number out of range, d_model not divisible by num_heads, an unknown name; more modes
+            than a patch has in training, where they would overlap: along the last axis patch_size // 2 + 1,
+            along others patch_size // 2; with periodic_extension patch_size + 1 and patch_size.
+        TypeError: a number of channels, heads, layers, patches or modes that is no int; an activation that is
+            no function.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        coord_dim: int,
+        *,
+        num_patches: int | Sequence[int],
+        patch_size: int | Sequence[int],
+        modes: int | Sequence[int],
+        d_model: int = 128,
+        num_heads: int = 8,
+        num_layers: int = 6,
+        dim_feedforward: int | None = None,
+        dropout: float = 0.0,
+        activation: str | Activation = "gelu",
+        norm_first: bool = False,
+        norm_residual: bool = False,
+        residual_weights: bool = False,
+        scale: float = 1.0,
+        periodic_extension: bool = False,
+        final_spectral: int | Sequence[int] | None = None,
+        smoothing: str | Sequence[str] | None = None,
+        smoothing_eps: float = 1e-3,
+        smoothing_alpha: float = 1.001,
+        pad: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options = check_options(
+            in_channels=in_channels,
+            out_channels=out_channels,
+            coord_dim=coord_dim,
+            num_patches=num_patches,
+            patch_size=patch_size,
+            modes=modes,
+            periodic_extension=periodic_extension,
+            d_model=d_model,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            dim_feedforward=dim_feedforward,
+            dropout=dropout,
+            activation=activation,
+            norm_first=norm_first,
+            norm_residual=norm_residual,
+            residual_weights=residual_weights,
+            final_spectral=final_spectral,
+            smoothing=smoothing,
+            smoothing_eps=smoothing_eps,
+            smoothing_alpha=smoothing_alpha,
+            pad=pad,
+            device=device,
+            dtype=dtype,
+        )
+        lift = PatchSpectralConv(
+            in_channels + coord_dim,
+            d_model,
+            options.modes,
+            options.num_patches,
+            periodic_extension=periodic_extension,
+            device=device,
+            dtype=dtype,
+        )
+
+        def attention() -> nn.Module:
+            return PatchAttention(
+                d_model, num_heads, options.num_patches, scale=scale, device=device, dtype=dtype
+            )
+
+        super().__init__(options, lift, attention, num_layers)

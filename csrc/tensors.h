@@ -1,0 +1,87 @@
+// What the torch side of the CPU operators shares: sizes, offsets of the leading dimensions, new tensors.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace continuum_ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) {
+  std::vector<int64_t> s(dims);
+  for (int64_t i = 0; i < dims; ++i) s[i] = t.size(i);
+  return s;
+}
+
+// Offsets of the leads of a tensor (*leads, ...) with `trailing` further dimensions; a size of 1 serves all leads along it.
+inline std::vector<int64_t> lead_offsets(const Tensor& t, int64_t trailing, const std::vector<int64_t>& leads) {
+  std::vector<int64_t> offsets{0};
+  for (int64_t dim = 0; dim < int64_t(leads.size()); ++dim) {
+    STD_TORCH_CHECK(t.dim() == int64_t(leads.size()) + trailing && (t.size(dim) == leads[dim] || t.size(dim) == 1),
+                    "leading dimensions must be those of query, or 1");
+    if (leads[dim] == 1) continue;
+    const int64_t stride = t.size(dim) == 1 ? 0 : t.stride(dim);
+    std::vector<int64_t> next;
+    next.reserve(offsets.size() * leads[dim]);
+    for (const int64_t o : offsets) {
+      for (int64_t i = 0; i < leads[dim]; ++i) next.push_back(o + i * stride);
+    }
+    offsets = std::move(next);
+  }
+  return offsets;
+}
+
+// A contiguous CPU tensor. torch::stable::new_empty looks its operator up by name, which costs more than a small problem.
+inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (int64_t i = int64_t(sizes.size()) - 1; i >= 0; --i) {
+    strides[i] = step;
+    step *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), dtype,
+                                                         aoti_torch_device_type_cpu(), -1, &handle));
+  return Tensor(handle);
+}
+
+// The data of t with other sizes and strides; the offset that the call takes is beyond t's own.
+inline Tensor viewed(const Tensor& t, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), int64_t(sizes.size()), sizes.data(), strides.data(), 0, &handle));
+  return Tensor(handle);
+}
+
+// A view with the sizes given: an axis that t has not, or has once, is repeated.
+inline Tensor expanded(const Tensor& t, const std::vector<int64_t>& sizes) {
+  const int64_t dims = int64_t(sizes.size()), missing = dims - t.dim();
+  STD_TORCH_CHECK(missing >= 0, "more dimensions than it must broadcast to");
+  std::vector<int64_t> strides(sizes.size(), 0);
+  for (int64_t i = missing; i < dims; ++i) {
+    STD_TORCH_CHECK(t.size(i - missing) == sizes[i] || t.size(i - missing) == 1, "sizes that do not broadcast");
+    if (t.size(i - missing) == sizes[i]) strides[i] = t.stride(i - missing);
+  }
+  return viewed(t, sizes, strides);
+}
+
+// A contiguous CPU tensor of zeros, float or double.
+inline Tensor new_cleared(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  int64_t bytes = type == ScalarType::Double ? 8 : 4;
+  for (const int64_t s : sizes) bytes *= s;
+  if (bytes > (int64_t(1) << 18)) return torch::stable::new_zeros(like, sizes, type);  // on all threads
+  Tensor t = new_tensor(sizes, type);
+  if (bytes > 0) std::memset(t.mutable_data_ptr(), 0, size_t(bytes));
+  return t;
+}
+
+}  // namespace continuum_ops

@@ -1,0 +1,225 @@
+"""Plain calls ask the kernel first: what they give, and that nothing that intercepts calls is passed by."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import continuum_ops as co
+from continuum_ops.backends import extension
+from continuum_ops.ops import _direct as direct
+
+backend, _ = extension()
+
+KINDS = ("continuum", "position", "galerkin", "fourier")
+needs_kernels = pytest.mark.skipif(
+    not direct.KERNELS, reason="without the extension there is no kernel to ask"
+)
+
+
+def randn(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def make(kind, dtype=torch.float64):
+    """The operator as a function of its differentiable inputs, and these."""
+    w = (0.1 + torch.rand(9, dtype=dtype, generator=torch.Generator().manual_seed(1))) / 9
+    if kind == "position":
+        x, y, rate = randn(7, 2, dtype=dtype), randn(9, 2, dtype=dtype, seed=1), randn(3, dtype=dtype).abs()
+        return (
+            lambda x, y, v, rate, w: co.position_attention(x, y, v, rate, w),
+            (x, y, randn(2, 9, 4, dtype=dtype), rate, w),
+        )
+    q, k, v = (randn(2, 3, n, 5, dtype=dtype, seed=s) for s, n in enumerate((7, 9, 9)))
+    return getattr(co, f"{kind}_attention"), (q, k, v, w)
+
+
+def formula(kind, *inputs):
+    if kind == "position":
+        x, y, v, rate, w = inputs
+        scores = (-rate[:, None, None] * (x[:, None] - y).square().sum(-1)).exp() * w
+        return scores @ v[:, None] / scores.sum(-1, keepdim=True)
+    q, k, v, w = inputs
+    if kind == "continuum":
+        scores = (q @ k.mT / math.sqrt(q.shape[-1])).exp() * w
+        return scores @ v / scores.sum(-1, keepdim=True)
+    return (q @ k.mT * w) @ v
+
+
+@pytest.fixture
+def no_checks(monkeypatch):
+    """The ordinary way must not be needed."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the ordinary way was taken")
+
+    for name in ("check_tensor", "check_qkv"):
+        monkeypatch.setattr(f"continuum_ops.ops._checks.{name}", fail)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_calls_need_no_checks_and_agree_with_the_formula(kind, no_checks):
+    op, inputs = make(kind)
+    learned = [t.clone().requires_grad_() for t in inputs]
+    expected = formula(kind, *learned)
+    grad_out = randn(*expected.shape)
+    wanted = torch.autograd.grad(expected, learned, grad_out)
+    bound = 1e-13 * expected.abs().max().item()
+    assert (op(*inputs) - expected).abs().max().item() <= bound
+    out = op(*learned)
+    assert (out - expected).abs().max().item() <= bound
+    for got, grad in zip(torch.autograd.grad(out, learned, grad_out), wanted, strict=True):
+        assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_of_plain_calls(kind):
+    op, inputs = make(kind)
+    learned = tuple(t.clone().requires_grad_() for t in inputs)
+    assert torch.autograd.gradcheck(op, learned)
+    assert torch.autograd.gradgradcheck(op, learned)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("learned", range(4))
+def test_one_gradient_alone(kind, learned):
+    op, inputs = make(kind)
+    chosen = inputs[learned].clone().requires_grad_()
+    given = [chosen if i == learned else t for i, t in enumerate(inputs)]
+    out, expected = op(*given), formula(kind, *given)
+    grad_out = randn(*out.shape)
+    (got,), (grad,) = (torch.autograd.grad(y, chosen, grad_out) for y in (out, expected))
+    assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["continuum", "galerkin"])
+def test_leading_dimensions_that_broadcast(kind):
+    op, (q, k, v, w) = make(kind)
+    given = [t.clone().requires_grad_() for t in (q[:1, :1], k[:, :1], v[0], w[None].repeat(3, 1))]
+    out, expected = op(*given), formula(kind, *given[:3], given[3][:, None])
+    assert (out - expected).abs().max().item() <= 1e-13 * expected.abs().max().item()
+    grad_out = randn(*out.shape)
+    grads = [torch.autograd.grad(y, given, grad_out) for y in (out, expected)]
+    for got, grad in zip(*grads, strict=True):
+        assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_is_not_passed_by(kind):
+    op, inputs = make(kind, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert op(*inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dispatch_modes_see_the_call(kind):
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.namespace)
+            return func(*args, **(kwargs or {}))
+
+    op, inputs = make(kind)
+    learned = [t.clone().requires_grad_() for t in inputs]
+    with Log():
+        op(*inputs)
+        assert seen.count("continuum_ops") > 0
+        out = op(*learned)
+        before = seen.count("continuum_ops")
+        out.sum().backward()
+    assert seen.count("continuum_ops") > before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_function_transforms(kind):
+    op, inputs = make(kind)
+    got = torch.func.grad(lambda v: op(*inputs[:2], v, *inputs[3:]).sin().sum())(inputs[2])
+    expected = torch.func.grad(lambda v: formula(kind, *inputs[:2], v, *inputs[3:]).sin().sum())(inputs[2])
+    assert (got - expected).abs().max().item() <= 1e-12 * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_subclasses_are_not_passed_by(kind):
+    class Named(torch.Tensor):
+        pass
+
+    op, inputs = make(kind)
+    assert direct.intercepts(inputs[0].as_subclass(Named))
+    out = op(*(t.as_subclass(Named) for t in inputs))
+    assert isinstance(out, Named)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_storage_offsets(kind):
+    op, inputs = make(kind)
+    moved = [torch.cat([torch.full_like(t[:1], 7.0), t])[1:] for t in inputs]
+    assert all(t.storage_offset() > 0 for t in moved)
+    expected = formula(kind, *inputs)
+    assert (op(*moved) - expected).abs().max().item() <= 1e-13 * expected.abs().max().item()
+
+
+def test_what_intercepts():
+    x = torch.ones(2)
+    assert direct.intercepts(x) == (not direct.KERNELS)
+    assert direct.intercepts(x, None)
+    assert direct.intercepts(torch.ones(2, device="meta"))
+    assert not direct.intercepted()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert direct.intercepted()
+    with torch.autograd.forward_ad.dual_level():
+        assert direct.intercepted()
+    inside = []
+    torch.func.grad(lambda t: (inside.append(direct.intercepted()), t.sum())[1])(x)
+    torch.jit.trace(lambda t: (inside.append(direct.intercepted()), t * 2)[1], (x,), check_trace=False)
+    assert inside == [True, True]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (5, 3, 2, 7), (16, 16, 16, 16), (17, 33, 9, 31), (0, 4, 3, 3), (4, 0, 3, 3)]
+)
+@pytest.mark.parametrize("isa", backend.isas() if backend is not None else [])
+def test_small_linear_attention_on_every_instruction_set(isa, shape, dtype):
+    n, m, d, dv = shape
+    q, k = randn(2, d, n, dtype=dtype).mT, randn(2, m, 2 * d, dtype=dtype)[..., ::2]
+    v, w = randn(2, m, dv, dtype=dtype), torch.rand(m, dtype=dtype)
+    if m > 2:
+        w[1], k[:, 1], v[:, 1] = 0.0, math.nan, math.inf
+    given = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (q, k, v, w)]
+    before = backend.isa()
+    backend.set_isa(isa)
+    try:
+        out = co.galerkin_attention(*given)
+        grad_out = randn(*out.shape, dtype=dtype)
+        grads = torch.autograd.grad(out, given, grad_out)
+    finally:
+        backend.set_isa(before)
+    alive = (w != 0).nonzero().flatten()
+    exact = [t.detach().double().requires_grad_() for t in (q, k[:, alive], v[:, alive], w[alive])]
+    expected = (exact[0] @ exact[1].mT * exact[3]) @ exact[2]
+    wanted = torch.autograd.grad(expected, exact, grad_out.double())
+    eps = torch.finfo(dtype).eps
+
+    def close(got, right):
+        scale = right.abs().max().item() if right.numel() else 0.0
+        return got.shape == right.shape and bool(((got.double() - right).abs() <= 32 * eps * scale).all())
+
+    assert close(out, expected)
+    assert close(grads[0], wanted[0])
+    assert close(grads[1][:, alive], wanted[1]) and close(grads[2][:, alive], wanted[2])
+    assert close(grads[3][alive], wanted[3])
+    dead = (w == 0).nonzero().flatten()
+    assert all(bool((g == 0).all()) for g in (grads[1][:, dead], grads[2][:, dead], grads[3][dead]))
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_weights_that_the_small_kernel_refuses(value):
+    q, k, v = (randn(2, 5, 3) for _ in range(3))
+    with pytest.raises(ValueError, match="weights must be >= 0 and finite, got"):
+        co.galerkin_attention(q, k, v, torch.tensor([1.0, 1.0, value, 1.0, 1.0], dtype=torch.float64))
