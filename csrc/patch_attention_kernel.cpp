@@ -13,6 +13,7 @@ constexpr int64_t DEPTH = 128;       // points x channels that are packed togeth
 constexpr int64_t SPACING = DEPTH + 16;  // of packed rows: no multiple of a page's fraction
 constexpr int64_t COLUMN_BLOCK = 192;
 constexpr int64_t MIX_DEPTH = 256;
+constexpr int64_t AHEAD = 10;  // patches whose points are fetched in advance: a patch is a short run in each of many pages
 constexpr double LOG2E = 1.4426950408889634074;
 
 template <class T> struct Tiles {
@@ -58,16 +59,23 @@ template <class T> CO_INLINE const T* weights_of(const PatchOperand& w, int64_t 
   return w.data ? static_cast<const T*>(w.data) + b * w.batch + w.patch[p] : nullptr;
 }
 
+// Asks for the first lines of a point's channels.
+template <bool WRITE, class S> CO_INLINE void prefetch_point(const S* point, int64_t channels) {
+  const char *at = reinterpret_cast<const char*>(point), *end = reinterpret_cast<const char*>(point + channels);
+  for (; at < end; at += 64) __builtin_prefetch(at, WRITE ? 1 : 0, 3);
+}
+
 // Row p of a piece, widened, to[0 .. size): times weights (0 where the weight is, whatever stands there), and 0 at points that are not
 // finite if they are to be hidden; returns whether there was one.
 template <class T, class S>
-CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, const Piece& at, const T* weights, const int64_t* weight_point,
+CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, int64_t last, const Piece& at, const T* weights, const int64_t* weight_point,
                         bool hide, T* to) {
   const S* from = static_cast<const S*>(o.data) + b * o.batch + h * o.head + o.patch[p];
-  const int64_t channels = at.channels();
+  const int64_t channels = at.channels(), ahead = o.patch[smaller(p + AHEAD, last)] - o.patch[p];
   bool hidden = false;
   for (int64_t x = at.x_begin; x < at.x_end; ++x, to += channels) {
     const S* point = from + o.point[x] + at.c_begin * o.channel;
+    if (o.channel == 1) prefetch_point<false>(point + ahead, channels);
     T w = 1;
     if (weights) {
       w = weights[weight_point[x]];
@@ -97,10 +105,39 @@ CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, 
   return hidden;
 }
 
+#if defined(CO_ISA_avx512) || defined(CO_ISA_avx2)
+// to[x * ld + l] = from[l * SPACING + x] for x, l < 8
+CO_INLINE void transpose_8x8(const float* from, float* to, int64_t ld) {
+  __m256 r[8], s[8];
+  CO_UNROLL
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * SPACING);
+  CO_UNROLL
+  for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  CO_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44), r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44), r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
+  }
+  CO_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+#endif
+
 // to[x * PANEL + l] = from[l * SPACING + x]
 template <class T> CO_INLINE void transpose(const T* from, int64_t depth, T* to) {
   constexpr int64_t P = Tiles<T>::PANEL;
-  for (int64_t x = 0; x < depth; ++x) {
+  int64_t x = 0;
+#if defined(CO_ISA_avx512) || defined(CO_ISA_avx2)
+  if constexpr (sizeof(T) == 4) {
+    for (; x + 8 <= depth; x += 8) {
+      for (int64_t l = 0; l < P; l += 8) transpose_8x8(from + l * SPACING + x, to + x * P + l, P);
+    }
+  }
+#endif
+  for (; x < depth; ++x) {
     CO_UNROLL
     for (int64_t l = 0; l < P; ++l) to[x * P + l] = from[l * SPACING + x];
   }
@@ -167,7 +204,7 @@ void scores(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64
       const Piece at{x, smaller(x + step, point_end), channel, smaller(channel + DEPTH, channels)};
       const int64_t depth = at.size();
       for (int64_t p = row_begin; p < row_end; ++p) {
-        load_row<T, S>(a.row, b, h, p, at, weights_of<T>(a.weights, b, p), a.weights.point, false, rows + (p - row_begin) * SPACING);
+        load_row<T, S>(a.row, b, h, p, row_end - 1, at, weights_of<T>(a.weights, b, p), a.weights.point, false, rows + (p - row_begin) * SPACING);
       }
       for (int64_t block = 0; block < a.keys; block += COLUMN_BLOCK) {
         const int64_t end = smaller(block + COLUMN_BLOCK, a.keys);
@@ -179,7 +216,7 @@ void scores(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64
             if (j + l >= end) {
               for (int64_t i = 0; i < depth; ++i) row[i] = 0;
             } else {
-              hidden |= load_row<T, S>(a.column, b, h, j + l, at, nullptr, nullptr, a.hide, row);
+              hidden |= load_row<T, S>(a.column, b, h, j + l, a.keys - 1, at, nullptr, nullptr, a.hide, row);
             }
           }
           transpose(strip, depth, panel);
@@ -293,12 +330,14 @@ void mix_panel(const T* matrix, int64_t ld, int64_t count, const T* panel, int64
   for (; r < count; ++r) mix_tile<T, 1, C>(matrix + r * ld, ld, panel, depth, add, to + r * ldt, ldt);
 }
 
-template <class T, class D> CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, const Piece& at, const T* from) {
+template <class T, class D>
+CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, int64_t last, const Piece& at, const T* from) {
   D* to = static_cast<D*>(a.to.data) + b * a.to.batch + h * a.to.head + a.to.patch[p];
   const T* weights = weights_of<T>(a.to_weights, b, p);
-  const int64_t channels = at.channels();
+  const int64_t channels = at.channels(), ahead = a.to.patch[smaller(p + AHEAD, last)] - a.to.patch[p];
   for (int64_t x = at.x_begin; x < at.x_end; ++x, from += channels) {
     D* point = to + a.to.point[x] + at.c_begin;  // contiguous channels
+    prefetch_point<true>(point + ahead, channels);
     const T w = weights ? weights[a.to_weights.point[x]] : T(1);
     if (w == T(0)) {
       for (int64_t c = 0; c < channels && !a.add; ++c) narrow(T(0), point + c);
@@ -349,7 +388,7 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
         for (int64_t begin = 0; begin < a.depth; begin += MIX_DEPTH) {
           const int64_t depth = smaller(a.depth - begin, MIX_DEPTH);
           for (int64_t j = 0; j < depth; ++j) {
-            load_row<T, S>(a.from, b, h, begin + j, at, weights_of<T>(a.from_weights, b, begin + j), a.from_weights.point, a.hide, row);
+            load_row<T, S>(a.from, b, h, begin + j, a.depth - 1, at, weights_of<T>(a.from_weights, b, begin + j), a.from_weights.point, a.hide, row);
             for (int64_t i = 0; i < columns; i += P) {
               T* to = panels + i * depth + j * P;
               store(to, load(row + i));
@@ -368,8 +407,9 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
         for (int64_t r = 0; r < count; ++r) {
           const int64_t p = row_offset + row_begin + r;
           if (a.weights_gradient.data) add_weights_gradient<T, S>(a, b, h, p, at, mixed + r * width, weights_sum + r * points);
-          if (a.wide) store_row<T, T>(a, b, h, p, at, mixed + r * width);
-          else store_row<T, S>(a, b, h, p, at, mixed + r * width);
+          const int64_t last = row_offset + row_end - 1;
+          if (a.wide) store_row<T, T>(a, b, h, p, last, at, mixed + r * width);
+          else store_row<T, S>(a, b, h, p, last, at, mixed + r * width);
         }
       }
     }

@@ -64,6 +64,15 @@ def _grids() -> Case:
     return Case(ours, dense, (draw((2, 6, 3), F64), RATE, *axis_weights))
 
 
+def _patches(**weights: Tensor) -> Case:
+    tensors = {
+        "query": draw((2, 2, 4, 2, 3), F64, 1),
+        "key": draw((2, 4, 2, 2, 3), F64, 2),
+        "value": draw((2, 4, 2, 2, 1), F64, 3),
+    }
+    return _case("patch_attention", {**tensors, **weights}, patch_size=(1, 2), scale=0.5, return_lse=True)
+
+
 def cases() -> dict[str, Case]:
     both = {"return_lse": True}
     mesh = {**_positions(2), "rate": RATE}
@@ -83,6 +92,8 @@ def cases() -> dict[str, Case]:
         "value and rate": _case(position, {**value, "rate": RATE}, **_positions(), period=[1.0, 2.0], **both),
         "value": _case(position, {**value, **_positions()}, rate=RATE, **both),
         "grids": _grids(),
+        "patches": _patches(),
+        "patches, weights": _patches(weights=draw((2, 4), F64, 8, positive=True)),
         "galerkin": _case("galerkin_attention", {**_qkv(2), **weights}),
         "fourier": _case("fourier_attention", _qkv(2)),
     }

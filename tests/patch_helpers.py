@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import continuum_ops as co
-from continuum_ops import reference
 from continuum_ops.ops import _patch_attention_chunked as chunked
 
+reference = importlib.import_module("continuum_ops.reference.patch_attention")
 NAMES = ("query", "key", "value", "weights")
 
 
@@ -66,7 +67,9 @@ def exact(query, key, value, weights, sizes, *, scale=None, grad_out, grad_lse) 
     total = e.sum(-1, keepdims=True)
     p = e / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
-        lse = np.where(total[..., 0] == 0, -np.inf, np.where(total == 0, 0, top)[..., 0] + np.log(total[..., 0]))
+        lse = np.where(
+            total[..., 0] == 0, -np.inf, np.where(total == 0, 0, top)[..., 0] + np.log(total[..., 0])
+        )
     result = {"out": _join(np.einsum("bhpj,bjxhc->bpxhc", p, v), grid, sizes), "lse": lse}
     gp = np.einsum("bpxhc,bjxhc->bhpj", g, v)
     row, gl = (p * gp).sum(-1, keepdims=True), _long(grad_lse)[..., None]
@@ -152,7 +155,7 @@ def cotangents(query, value, sizes, seed=5) -> tuple[Tensor, Tensor]:
 
 def check(tensors, sizes, *, grad_out=None, **options) -> dict[str, Tensor]:
     """Run the public function forward and backward and hold every result against the budget."""
-    query, _, value, weights = tensors
+    query, _, value, _weights = tensors
     sizes = [sizes] * (query.dim() - 3) if isinstance(sizes, int) else list(sizes)
     drawn, grad_lse = cotangents(query, value, sizes)
     grad_out = drawn if grad_out is None else grad_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import patch_helpers
@@ -60,13 +61,10 @@ def test_many_patches_one_patch_and_patches_of_one_point(path_of_patches, grid, 
     check(scene(grid, batch=1, d=16, weights="grid"), patch, scale=0.3)
 
 
-@ALL_DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_several_blocks_of_queries_sum_into_keys(dtype):
-    """2209 x 2209 scores of a head are beyond what is held at once: three blocks, samples one by one."""
-    tensors = scene((47, 47), batch=2, heads=1, d=2, dtype=dtype)
-    true = scene((47, 47), batch=2, heads=1, d=2, dtype=dtype)
-    result = check(tensors, 1, scale=0.5)
-    assert result["key"].shape == true[1].shape
+    """2209 x 2209 scores are beyond what is held at once."""
+    check(scene((47, 47), batch=1, heads=1, d=2, dtype=dtype), 1, scale=0.5)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +96,19 @@ def test_drawn_shapes_and_strides(axes, counts, patch, d, dv, heads, dtype, layo
             back = (0, *range(3, t.dim()), 1, 2)
             return t.permute(order).contiguous().permute(back)
         if layout == "sliced":  # what lies around is NaN
-            wide = torch.full((t.shape[0], t.shape[1] + 2, *t.shape[2:-1], 2 * t.shape[-1] + 1), math.nan, dtype=t.dtype)
+            wide = torch.full(
+                (t.shape[0], t.shape[1] + 2, *t.shape[2:-1], 2 * t.shape[-1] + 1), math.nan, dtype=t.dtype
+            )
             wide[:, 1:-1, ..., 1::2] = t
             return wide[:, 1:-1, ..., 1::2]
         return t
 
     tensors = scene(tuple(grid), tuple(kgrid), heads=heads, d=d, dv=dv, dtype=dtype, weights=weights)
-    check([None if t is None else place(t) if i < 3 else t for i, t in enumerate(tensors)], list(sizes), scale=0.2)
+    check(
+        [None if t is None else place(t) if i < 3 else t for i, t in enumerate(tensors)],
+        list(sizes),
+        scale=0.2,
+    )
 
 
 @WEIGHTS
@@ -120,7 +124,9 @@ def test_reference(weights, grid, kgrid, patch):
 
 
 @pytest.mark.parametrize("weights", ["none", "grid", "batch", "axis"])
-@pytest.mark.parametrize("grid, kgrid, patch", [((4,), (6,), 2), ((2, 4), (4, 2), (2, 1)), ((2, 2, 2), (2, 2, 4), 2)])
+@pytest.mark.parametrize(
+    "grid, kgrid, patch", [((4,), (6,), 2), ((2, 4), (4, 2), (2, 1)), ((2, 2, 2), (2, 2, 4), 2)]
+)
 def test_derivatives(weights, grid, kgrid, patch):
     tensors = scene(grid, kgrid, d=2, dv=1, dtype=torch.float64, weights=weights)
     leaves = [t.requires_grad_() for t in tensors if t is not None]
@@ -187,5 +193,5 @@ def test_finer_patches_converge():
 
     fine = output(4096)
     errors = [(output(n) - fine).abs().max().item() for n in (16, 32, 64, 128)]
-    for coarse, finer in zip(errors, errors[1:], strict=False):
+    for coarse, finer in itertools.pairwise(errors):
         assert finer < 0.55 * coarse

@@ -104,7 +104,8 @@ def _check_values(x: Inputs) -> None:
         raise ValueError(f"patch_attention: weights must be >= 0 and finite, got {worst:g}")
 
 
-def _matrices(x: Inputs) -> Matrices:
+def _matrices(x: Inputs, look: bool = True) -> Matrices:
+    """With a look at values on the CPU, where it is cheaper than to blank what is not there."""
     query, key, value = (to_patches(t.to(x.dtype), x.patch_size) for t in (x.query, x.key, x.value))
     if x.weights is None:
         return Matrices(query, key, value, None, None)
@@ -113,7 +114,7 @@ def _matrices(x: Inputs) -> Matrices:
     dead = weights == 0
     points = weights.shape[-1]
     query = _points(query, points).masked_fill(dead[..., None], 0.0).flatten(-2)
-    on_cpu = weights.device.type == "cpu"
+    on_cpu = look and weights.device.type == "cpu"
     if on_cpu and not bool(dead.any()):
         return Matrices(query, key, value, weights, None)
     hidden = ~_points(key, points).isfinite().all(-1)
@@ -172,6 +173,17 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
                 kept[:, :, start:stop] = p
         out = from_patches(rows, x.query.shape[1:-2], x.patch_size, x.value.shape[-1])
         return out.to(x.query.dtype), lse, kept
+
+
+def composite(x: Inputs) -> tuple[Tensor, Tensor]:
+    """out and lse out-of-place, without a look at a value: torch.func transforms pass through."""
+    m = _matrices(x, look=False)
+    parts = [_scores(m.block(start, stop), x.scale) for start, stop in _blocks(x)]
+    if not parts:
+        return x.query.new_zeros(x.out_shape()), m.query.new_zeros(x.rows())
+    rows = torch.cat([s.softmax(-1) @ m.value for s in parts], 2)
+    out = from_patches(rows, x.query.shape[1:-2], x.patch_size, x.value.shape[-1])
+    return out.to(x.query.dtype), torch.cat([s.logsumexp(-1) for s in parts], 2)
 
 
 def _block_backward(

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _checks as shared
 from . import _patch_attention_autograd  # noqa: F401  (registers the operators)
 from . import _patch_attention_checks as checks
+from ._functorch import transforms_active
+from ._patch_attention_functorch import attend_in_transforms
 
 _forward = torch.ops.continuum_ops.patch_attention_forward.default
 
@@ -65,8 +66,10 @@ def patch_attention(
     rounds to a 16-bit dtype once.
 
     Gradients exist for query, key, value and weights, through out and lse, and so do second derivatives;
-    third derivatives and forward-mode derivatives raise. Under autocast query, key and value take the
-    autocast dtype (unless they are float64); weights and lse stay float32.
+    third derivatives in reverse mode raise. Forward mode (``torch.func.jvp``, ``jacfwd``,
+    ``torch.autograd.forward_ad``) has derivatives of any order, in PyTorch. Under ``torch.func.vmap`` the
+    batch joins that of the tensors. Under autocast query, key and value take the autocast dtype (unless they
+    are float64); weights and lse stay float32.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -84,8 +87,6 @@ def patch_attention(
     query, key, value = shared.autocast(query, key, value)
     checks.check_qkv(query, key, value)
     sizes = checks.check_patch_size(patch_size, query, key)
-    if forward_ad._current_level >= 0:
-        shared.check_no_tangents(op, [query, key, value, weights])
     if scale is None:
         points = math.prod(query.shape[1:-2])
         scale = 1.0 / points if weights is None and points > 0 else 1.0
@@ -93,5 +94,6 @@ def patch_attention(
         raise TypeError(f"{op}: scale must be None or a number, got {type(scale).__name__}")
     if weights is not None:
         weights = checks.check_weights(weights, query).to(torch.promote_types(query.dtype, torch.float32))
-    out, lse, _ = _forward(query, key, value, weights, sizes, float(scale))
+    inputs = (query, key, value, weights, sizes, float(scale))
+    out, lse = attend_in_transforms(*inputs) if transforms_active() else _forward(*inputs)[:2]
     return (out, lse) if return_lse else out
