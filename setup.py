@@ -53,12 +53,14 @@ if X86:
 KERNELS = [
     "continuum_attention_kernel.cpp",
     "patch_attention_kernel.cpp",
+    "patch_dft_kernel.cpp",
     "position_attention_kernel.cpp",
     "galerkin_attention_kernel.cpp",
 ]
 SOURCES = [
     "continuum_attention.cpp",
     "patch_attention.cpp",
+    "patch_dft.cpp",
     "position_attention.cpp",
     "galerkin_attention.cpp",
     "cpu_isa.cpp",

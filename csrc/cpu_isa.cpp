@@ -10,11 +10,13 @@ struct Kernels {
   const ContinuumAttentionKernels* continuum;
   const PatchAttentionKernels* patch;
   const PositionAttentionKernels* position;
+  const PatchTransformKernels* patch_dft;
   const GalerkinAttentionKernels* galerkin;
 };
 
 #define CO_KERNELS(isa) \
-  {&isa::continuum_attention, &isa::patch_attention, &isa::position_attention, &isa::galerkin_attention}
+  {&isa::continuum_attention, &isa::patch_attention, &isa::position_attention, &isa::patch_dft, \
+   &isa::galerkin_attention}
 
 const std::vector<Kernels>& available() {
   static const std::vector<Kernels> kernels = [] {
@@ -61,6 +63,7 @@ void set_isa(const std::string& name) {
 }
 
 const ContinuumAttentionKernels& continuum_attention_kernels() { return *current().load()->continuum; }
+const PatchTransformKernels& patch_dft_kernels() { return *current().load()->patch_dft; }
 const PatchAttentionKernels& patch_attention_kernels() { return *current().load()->patch; }
 const PositionAttentionKernels& position_attention_kernels() { return *current().load()->position; }
 const GalerkinAttentionKernels& galerkin_attention_kernels() { return *current().load()->galerkin; }

@@ -7,6 +7,7 @@
 #include "continuum_attention.h"
 #include "galerkin_attention.h"
 #include "patch_attention.h"
+#include "patch_dft.h"
 #include "position_attention.h"
 
 namespace continuum_ops {
@@ -17,6 +18,7 @@ void set_isa(const std::string& name);  // throws std::invalid_argument
 
 const ContinuumAttentionKernels& continuum_attention_kernels();
 const PatchAttentionKernels& patch_attention_kernels();
+const PatchTransformKernels& patch_dft_kernels();
 const PositionAttentionKernels& position_attention_kernels();
 const GalerkinAttentionKernels& galerkin_attention_kernels();
 

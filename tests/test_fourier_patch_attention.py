@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import draw
 
+import continuum_ops as co
 from continuum_ops.nn import FourierPatchAttention
 from continuum_ops.ops import _fourier_patch_modes as mode_module
 
@@ -123,11 +124,16 @@ def _definition(layer, u, points, weights):
     return out, scores
 
 
-@pytest.fixture(params=["dense", "fft"])
+@pytest.fixture(params=["compiled", "products", "fft"])
 def transform(request, monkeypatch):
+    """The kernels of the extension, the same by torch's products, fast transforms."""
     choose = mode_module.choose_modes
     name = "continuum_ops.nn.fourier_patch_attention.choose_modes"
-    monkeypatch.setattr(name, lambda *args: choose(*args, dense=request.param == "dense"))
+    monkeypatch.setattr(name, lambda *args: choose(*args, dense=request.param != "fft"))
+    if request.param == "products":
+        monkeypatch.setattr(mode_module, "_compiled", lambda *_: False)
+    elif request.param == "compiled" and not co.backends()["cpu"].startswith("C++"):
+        pytest.skip("the compiled extension is not built")
     return request.param
 
 
@@ -283,6 +289,18 @@ def test_low_precision_transforms_in_float32(how, transform):
     assert torch.equal(low, layer(u).bfloat16())
 
 
+@pytest.mark.parametrize("points, modes, patches", [CASES[0], CASES[6], CASES[14]], ids=str)
+def test_blocks_of_modes(points, modes, patches, transform, monkeypatch):
+    """Without a graph the modes are taken a few at a time."""
+    layer, u = make(points, modes), field(points, patches)
+    sharpen(layer, u)
+    monkeypatch.setattr("continuum_ops.nn.fourier_patch_attention.BLOCK", 200)
+    monkeypatch.setattr(mode_module, "BLOCK", 200)
+    true = definition(layer, u)
+    with torch.no_grad():
+        np.testing.assert_allclose(layer(u).numpy(), true, rtol=0, atol=1e-12 * np.abs(true).max())
+
+
 def test_weights_change_between_calls():
     """Nothing derived from the parameters outlives a call, however they are changed."""
     layer, u = make((8, 8), (3, 4)), field((8, 8), (2, 2))
@@ -327,6 +345,19 @@ def test_many_patches():
     np.testing.assert_allclose(layer(u)[0, 20:24].detach().numpy(), out, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "points, modes, dense",
+    [
+        ((32, 32), (9, 9), True),
+        ((128, 128), (9, 9), True),
+        ((128, 128), (64, 65), False),
+        ((1024,), (256,), False),
+    ],
+)
+def test_transform_is_chosen_by_size(points, modes, dense):
+    assert mode_module.choose_modes([1] * len(points), points, modes).dense is dense
+
+
 def test_operators_pass_opcheck():
     modes = mode_module.choose_modes((2, 2), (6, 8), (2, 3))
     u = field((6, 8), (2, 2)).requires_grad_()
@@ -365,9 +396,60 @@ def test_input_errors():
         layer(u[:, :, :15])
     with pytest.raises(ValueError, match=r"patch_size must be one number >= 1 for each of the 2 axes"):
         layer(u, patch_size=(4, 4, 4))
-    with pytest.raises(ValueError, match=r"weights must have shape \(16, 16\) or \(2, 16, 16\), got \(16,\)"):
+    # Weights are patch_attention's to check.
+    with pytest.raises(
+        ValueError, match=r"weights must have the shape of the query grid, \(16, 16\), .* got \(16,\)"
+    ):
         layer(u, torch.ones(16))
-    with pytest.raises(TypeError, match=r"weights must be a floating-point tensor, got torch\.int64"):
+    with pytest.raises(TypeError, match=r"weights must be .* got torch\.int64"):
         layer(u, torch.ones(16, 16, dtype=torch.long))
-    with pytest.raises(ValueError, match="weights must be >= 0 and not NaN, got a smallest value of -1"):
+    with pytest.raises(ValueError, match=r"weights must be >= 0"):
         layer(u, -torch.ones(16, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
+@pytest.mark.parametrize("channels", [1, 3, 8, 20])
+def test_kernels_of_each_instruction_set(isa, channels):
+    """Channels that fill no vector, and what lies behind a patch stays as it is."""
+    if not co.backends()["cpu"].startswith("C++"):
+        pytest.skip("the compiled extension is not built")
+    from continuum_ops import _C
+
+    if isa not in _C.isas():
+        pytest.skip(f"this processor does not run {isa}")
+    before = _C.isa()
+    _C.set_isa(isa)
+    try:
+        for points, modes, patches in (
+            ((13,), (7,), (3,)),
+            ((9, 16), (4, 8), (2, 3)),
+            ((4, 5, 6), (2, 2, 3), (2, 1, 2)),
+        ):
+            for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
+                u = field(points, patches, 2, channels, dtype)
+                kernel = mode_module.choose_modes(patches, points, modes, dense=True)
+                fast = kernel._replace(dense=False)
+                z = mode_module.to_modes(u, kernel)
+                torch.testing.assert_close(z, mode_module.to_modes(u, fast), rtol=0, atol=bound)
+                back = mode_module.from_modes(z, kernel)
+                torch.testing.assert_close(back, mode_module.from_modes(z, fast), rtol=0, atol=8 * bound)
+    finally:
+        _C.set_isa(before)
+
+
+def test_kernel_refuses_what_does_not_fit():
+    modes = mode_module.choose_modes((2,), (4,), (2,))
+    if not mode_module._compiled(torch.zeros(1), modes):
+        pytest.skip("the compiled extension is not built")
+    u, tables = torch.zeros(1, 8, 3), torch.zeros(16)
+    call = torch.ops.continuum_ops.patch_dft
+    assert call(u, tables, [2], [4], [2]).shape == (2, 2, 1, 2, 3)
+    for arguments, message in (
+        ((u, torch.zeros(15), [2], [4], [2]), "tables: 3"),
+        ((u, tables.double(), [2], [4], [2]), "tables: one contiguous row"),
+        ((u, tables, [3], [4], [2]), "a grid of patches"),
+        ((u.mT.contiguous().mT, tables, [2], [4], [2]), "contiguous"),
+        ((u, tables, [2, 1], [4], [2]), "one for each of 1 to 3 axes"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call(*arguments)

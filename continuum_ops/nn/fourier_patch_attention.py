@@ -10,6 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops._fourier_patch_modes import PatchModes, choose_modes, fold_parseval, from_modes, to_modes
+from ..ops.patch_attention import patch_attention
+
+# Values that Q, K, V and out_proj are applied to at a time: fresh memory costs more than the arithmetic.
+BLOCK = 2**18
 
 
 class FourierPatchAttention(nn.Module):
@@ -38,7 +42,7 @@ class FourierPatchAttention(nn.Module):
     Scores take P * P numbers per head, P patches.
 
     With quadrature weights inside the patches the modes are not orthogonal: Q, K and V are then transformed
-    back, three inverse transforms, and multiplied in space.
+    back, three inverse transforms, and meet in space, in ``continuum_ops.patch_attention``.
 
     Patches may be finer or coarser than ``patch_size``: keep their number, and a layer trained on 13 x 13
     patches of 32 x 32 points serves 13 x 13 patches of 16 x 16 or 64 x 64 points. Modes that a coarser
@@ -130,7 +134,7 @@ class FourierPatchAttention(nn.Module):
         Args:
             u: (B, n_1, .., n_d, embed_dim), channels last.
             weights: quadrature weights >= 0 of the points, (n_1, .., n_d) or (B, n_1, .., n_d). They enter
-                the inner products only. None: equal weights, in mode space.
+                the inner products only, as in ``patch_attention``. None: equal weights, in mode space.
             patch_size: points of a patch along each axis, dividing the grid. None: that of the constructor.
 
         Returns:
@@ -156,8 +160,6 @@ class FourierPatchAttention(nn.Module):
                     f"patch_size[{i}] must divide the grid's {n} points along that axis, got {p}; a grid of "
                     "another resolution takes forward(..., patch_size=) with as many patches as in training"
                 )
-        if weights is not None:
-            _check_weights(weights, u)
         modes = choose_modes([n // p for n, p in zip(grid, points, strict=True)], points, self.modes)
         device = u.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
@@ -192,63 +194,83 @@ class FourierPatchAttention(nn.Module):
         q, k, v = weight.unbind(0)
         return q, k, v
 
-    def _project(self, pairs: Tensor, weight: Tensor) -> Tensor:
-        """Complex products of each mode: (modes, 2BP, 2C) -> (modes, embed_dim, 2BP)."""
-        return torch.bmm(weight.reshape(-1, self.embed_dim, 2 * self.embed_dim), pairs.mT)
-
     def _attend(self, u: Tensor, modes: PatchModes, weights: Tensor | None) -> Tensor:
         if weights is not None:
             return self._attend_weighted(u, modes, weights)
-        batch, heads = u.shape[0], self.num_heads
+        batch = u.shape[0]
         kept, patches = math.prod(modes.rows), math.prod(modes.patches)
-        pairs = _pairs(to_modes(u, modes))
+        z = to_modes(u, modes)
         scale = 1.0 / math.prod(u.shape[1:-1]) if self.scale is None else self.scale
         wq, wk, wv = self._weights(modes, u.dtype)
-
-        def by_head(x: Tensor) -> Tensor:
-            """(modes, H head_dim, 2BP) -> (B, H, modes head_dim 2, P)."""
-            x = x.view(kept, heads, self.head_dim, 2, batch, patches)
-            return x.permute(4, 1, 0, 2, 3, 5).reshape(batch, heads, 2 * kept * self.head_dim, patches)
-
-        q = by_head(self._project(pairs, fold_parseval(wq, modes, scale)))
-        k = by_head(self._project(pairs, wk))
-        v = by_head(self._project(pairs, wv))
+        qkv = (fold_parseval(wq, modes, scale), wk, wv)
+        q, k, v = self._heads(z, [w.reshape(kept, self.embed_dim, 2 * self.embed_dim) for w in qkv])
+        del z
         out = v @ (q.mT @ k).softmax(-1).mT
-        out = out.view(batch, heads, kept, self.head_dim, 2, patches).permute(2, 1, 3, 4, 0, 5)
-        out = out.reshape(kept, self.embed_dim, 2 * batch * patches)
-        # A pointwise linear map commutes with the inverse transform; its bias is mode 0.
-        matrix = self.out_proj.weight.to(u.dtype).t()
-        out = torch.bmm(out.mT, matrix.expand(out.shape[0], *matrix.shape))
-        out = out.view(kept, 2, batch, patches, self.embed_dim)
+        del q, k, v
+        out = out.view(batch, self.num_heads, kept, self.head_dim, 2, patches)
+        out = self._out_proj(out)
         if self.out_proj.bias is not None:
             out[0, 0] += self.out_proj.bias.to(u.dtype)
         return from_modes(out, modes)
 
-    def _attend_weighted(self, u: Tensor, modes: PatchModes, weights: Tensor) -> Tensor:
-        batch, heads = u.shape[0], self.num_heads
-        pairs = _pairs(to_modes(u, modes))
-        split = [s for pair in zip(modes.patches, modes.points, strict=True) for s in pair]
-        d = len(modes.points)
+    def _heads(self, z: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Complex products of each mode: (modes, 2, B, P, C) -> (B, H, modes head_dim 2, P) each."""
+        kept, _, batch, patches, _ = z.shape
 
-        def by_patch(x: Tensor, channels: int) -> Tensor:
-            """(B, *grid, channels heads) -> (B, heads, P, points channels)."""
-            x = x.view(x.shape[0], *split, x.shape[-1] // channels, channels)
-            x = x.permute(0, 2 * d + 1, *range(1, 2 * d, 2), *range(2, 2 * d + 1, 2), 2 * d + 2)
-            return x.flatten(d + 2).flatten(2, d + 1)
+        def product(weight: Tensor, pairs: Tensor) -> Tensor:
+            x = torch.bmm(weight, pairs.mT).view(
+                weight.shape[0], self.num_heads, self.head_dim, 2, batch, patches
+            )
+            return x.permute(4, 1, 0, 2, 3, 5)
+
+        shape = (batch, self.num_heads, kept, self.head_dim, 2, patches)
+        flat = (batch, self.num_heads, kept * self.head_dim * 2, patches)
+        blocks = _blocks(z)
+        if len(blocks) <= 1:
+            pairs = _pairs(z)
+            return [product(w, pairs).reshape(flat) for w in weights]
+        out = [z.new_empty(shape) for _ in weights]
+        for block in blocks:
+            pairs = _pairs(z[block])
+            for x, weight in zip(out, weights, strict=True):
+                x[:, :, block] = product(weight[block], pairs)
+        return [x.view(flat) for x in out]
+
+    def _out_proj(self, x: Tensor) -> Tensor:
+        """(B, H, modes, head_dim, 2, P) -> (modes, 2, B, P, embed_dim).
+
+        A pointwise linear map commutes with the inverse transform.
+        """
+        batch, _, kept, _, _, patches = x.shape
+        matrix = self.out_proj.weight.to(x.dtype).t()
+        x = x.permute(2, 1, 3, 4, 0, 5)
+
+        def product(x: Tensor, out: Tensor | None = None) -> Tensor:
+            x = x.reshape(x.shape[0], self.embed_dim, 2 * batch * patches)
+            return torch.bmm(x.mT, matrix.expand(x.shape[0], *matrix.shape), out=out)
+
+        blocks = _blocks(x)
+        if len(blocks) <= 1:
+            return product(x).view(kept, 2, batch, patches, self.embed_dim)
+        out = x.new_empty(kept, 2 * batch * patches, self.embed_dim)
+        for block in blocks:
+            product(x[block], out[block])
+        return out.view(kept, 2, batch, patches, self.embed_dim)
+
+    def _attend_weighted(self, u: Tensor, modes: PatchModes, weights: Tensor) -> Tensor:
+        pairs = _pairs(to_modes(u, modes))
 
         def in_space(weight: Tensor) -> Tensor:
-            z = self._project(pairs, weight).mT.unflatten(1, (2, batch, math.prod(modes.patches)))
-            return by_patch(from_modes(z, modes), self.head_dim)
+            product = torch.bmm(weight.reshape(-1, self.embed_dim, 2 * self.embed_dim), pairs.mT)
+            z = product.mT.unflatten(1, (2, u.shape[0], math.prod(modes.patches)))
+            return from_modes(z, modes).unflatten(-1, (self.num_heads, self.head_dim))
 
         q, k, v = (in_space(w) for w in self._weights(modes, u.dtype))
-        w = weights.to(u.dtype).expand(u.shape[:-1])[..., None].expand(*u.shape[:-1], self.head_dim)
-        scale = 1.0 if self.scale is None else self.scale
-        attention = ((q * by_patch(w, self.head_dim)) @ k.mT * scale).softmax(-1)
-        out = (attention @ v).view(batch, heads, *modes.patches, *modes.points, self.head_dim)
-        order = [axis for i in range(d) for axis in (2 + i, 2 + d + i)]
-        out = out.permute(0, *order, 1, 2 * d + 2).reshape(u.shape)
+        out = patch_attention(q, k, v, modes.points, weights, scale=self.scale)
+        assert isinstance(out, Tensor)
         bias = self.out_proj.bias
-        return F.linear(out, self.out_proj.weight.to(u.dtype), None if bias is None else bias.to(u.dtype))
+        matrix = self.out_proj.weight.to(u.dtype)
+        return F.linear(out.flatten(-2), matrix, None if bias is None else bias.to(u.dtype))
 
     def extra_repr(self) -> str:
         return (
@@ -257,22 +279,15 @@ class FourierPatchAttention(nn.Module):
         )
 
 
+def _blocks(x: Tensor) -> list[slice]:
+    """Modes, the first dimension of x, in pieces that stay in the cache: on the CPU and without a graph."""
+    kept, step = x.shape[0], x.shape[0]
+    if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        step = max(1, BLOCK * kept // max(1, x.numel()))
+    return [slice(i, min(kept, i + step)) for i in range(0, kept, step)]
+
+
 def _pairs(z: Tensor) -> Tensor:
     """(modes, 2, B, P, C) -> (modes, 2BP, 2C): z and i z, for products with [Re R, Im R]."""
     turned = torch.stack([-z[:, 1], z[:, 0]], dim=1)
     return torch.cat([z, turned], dim=-1).flatten(1, 3)
-
-
-def _check_weights(weights: Tensor, u: Tensor) -> None:
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        raise TypeError(
-            "weights must be a floating-point tensor, got "
-            f"{weights.dtype if isinstance(weights, Tensor) else type(weights).__name__}"
-        )
-    full = tuple(u.shape[:-1])
-    if tuple(weights.shape) not in (full, full[1:]):
-        raise ValueError(f"weights must have shape {full[1:]} or {full}, got {tuple(weights.shape)}")
-    if weights.device != u.device:
-        raise ValueError(f"weights must be on u's device {u.device}, got {weights.device}")
-    if weights.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((weights >= 0).all()):
-        raise ValueError(f"weights must be >= 0 and not NaN, got a smallest value of {weights.min().item()}")

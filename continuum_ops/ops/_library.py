@@ -144,5 +144,9 @@ LIBRARY.define("quantile_radius(Tensor query_pos, Tensor key_pos, float quantile
 _PATCH_MODES = "int[] patches, int[] points, int[] up, int[] down, bool dense, bool mean"
 LIBRARY.define(f"patch_analysis(Tensor u, {_PATCH_MODES}) -> Tensor")
 LIBRARY.define(f"patch_synthesis(Tensor modes, {_PATCH_MODES}) -> Tensor")
+# The compiled kernels of the two, by tables of cosines and sines (csrc/patch_dft.h); without derivatives.
+_PATCH_DFT = "Tensor tables, int[] patches, int[] points, int[] rows"
+LIBRARY.define(f"patch_dft(Tensor u, {_PATCH_DFT}) -> Tensor")
+LIBRARY.define(f"patch_dft_inverse(Tensor modes, {_PATCH_DFT}) -> Tensor")
 
 extension()  # imports the kernels, whose registrations need the schemas above
