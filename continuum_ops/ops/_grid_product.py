@@ -282,12 +282,13 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 
 def _second_derivative(ctx: Any, grad_grads: list[Tensor | None]) -> tuple[Any, ...]:
     """Through `_compose`, under autograd: memory for a few fields, as the axes are done one by one."""
-    constants = [None] * (len(ctx.saved_tensors) - 2 - ctx.axes)
+    saved = ctx.saved_tensors  # read once: activation checkpointing hands each out once
+    constants = [None] * (len(saved) - 2 - ctx.axes)
     create_graph = torch.is_grad_enabled()  # a third derivative is then wanted, and is had in the same way
-    with torch.enable_grad(), torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-        inputs = [partial(t) for t in ctx.saved_tensors[: 2 + ctx.axes]]
+    with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
+        inputs = [partial(t) for t in saved[: 2 + ctx.axes]]
         grad_out, value, *matrices = inputs
-        out = _compose(value, matrices, ctx.saved_tensors[2 + ctx.axes :])
+        out = _compose(value, matrices, saved[2 + ctx.axes :])
         first = torch.autograd.grad(out, [value, *matrices], grad_out, create_graph=True)
         wanted = [ctx.needs[0]] + [ctx.needs[1]] * ctx.axes
         pairs = [

@@ -79,12 +79,13 @@ def _derivative(
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
         return (None,) * len(Inputs._fields)
-    x = Inputs(*(*ctx.saved_tensors[:DIFFERENTIABLE], ctx.patch_size, ctx.scale))
+    saved = ctx.saved_tensors  # read once: activation checkpointing hands each out once
+    x = Inputs(*(*saved[:DIFFERENTIABLE], ctx.patch_size, ctx.scale))
     if grad_out is None:
         grad_out = x.query.new_zeros(()).expand(x.out_shape())
     needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
     grads = torch.ops.continuum_ops.patch_attention_backward(
-        grad_out, grad_lse, *ctx.saved_tensors, ctx.patch_size, ctx.scale, needs
+        grad_out, grad_lse, *saved, ctx.patch_size, ctx.scale, needs
     )
     return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
 
