@@ -260,7 +260,7 @@ def test_bad_rate_and_radius(radius):
 def test_the_public_function_chooses_a_form_and_gives_the_formula(monkeypatch, radius, point_kernel):
     """Windows only without the point kernel, products of axis matrices with it too; weights in each form."""
     module = importlib.import_module("continuum_ops.ops.position_attention")
-    monkeypatch.setattr(module, "_POINT_KERNEL", point_kernel)
+    monkeypatch.setattr(module.direct, "KERNELS", point_kernel)
     used = []
     monkeypatch.setattr(
         module.grids, "grid_attention", lambda *a, **k: (used.append(1), grid_attention(*a, **k))[1]

@@ -19,6 +19,9 @@ from ..backends import extension
 KERNELS = extension()[0] is not None
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 WIDE = frozenset((torch.float32, torch.float64))  # dtypes that are computed in
+# What a kernel, or a look at an argument of another kind, raises. Not every Exception: activation checkpointing
+# ends a recomputation by one of its own.
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active

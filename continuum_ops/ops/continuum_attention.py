@@ -170,7 +170,7 @@ def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal
         if direct.records_gradients(query, key, value, weights):
             return apply_plain(*arguments)
         return plain_op(*arguments)[0]
-    except Exception:  # the checks of the ordinary way say what is wrong
+    except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None
 
 

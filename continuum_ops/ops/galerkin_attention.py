@@ -93,5 +93,5 @@ def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor |
         if direct.records_gradients(query, key, value, weights):
             return apply_small(query, key, value, weights)
         return small_op(query, key, value, weights)
-    except Exception:  # the checks of the ordinary way say what is wrong
+    except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None

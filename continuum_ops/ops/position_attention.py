@@ -149,7 +149,7 @@ def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) ->
         if direct.records_gradients(*arguments):
             return apply_plain(*arguments)
         return plain_op(*arguments)[0]
-    except Exception:  # the checks of the ordinary way say what is wrong
+    except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None
 
 
