@@ -19,7 +19,7 @@ from ..backends import extension
 KERNELS = extension()[0] is not None
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 WIDE = frozenset((torch.float32, torch.float64))  # dtypes that are computed in
-# What a kernel, or a look at an argument of another kind, raises. Not every Exception: activation checkpointing
+# What a kernel, or a look at an argument of another kind, raises. Not every Exception: checkpointing
 # ends a recomputation by one of its own.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
