@@ -327,7 +327,8 @@ if __name__ == "__main__":
             "continuum_ops",
             *(
                 f"continuum_ops.{p}"
-                for p in ("data", "demo", "models", "nn", "ops", "reference", "training", "kernels")
+                for p in ("data", "demo", "models", "models.convert", "nn", "ops")
+                + ("reference", "training", "kernels")
             ),
         ],
         package_dir={"continuum_ops.kernels": "kernels"},
