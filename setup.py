@@ -325,11 +325,15 @@ if __name__ == "__main__":
     setup(
         packages=[
             "continuum_ops",
-            *(
-                f"continuum_ops.{p}"
-                for p in ("data", "demo", "models", "models.convert", "nn", "ops")
-                + ("reference", "training", "kernels")
-            ),
+            "continuum_ops.data",
+            "continuum_ops.demo",
+            "continuum_ops.kernels",
+            "continuum_ops.models",
+            "continuum_ops.models.convert",
+            "continuum_ops.nn",
+            "continuum_ops.ops",
+            "continuum_ops.reference",
+            "continuum_ops.training",
         ],
         package_dir={"continuum_ops.kernels": "kernels"},
         package_data={"continuum_ops": ["py.typed"]},
