@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -181,23 +180,16 @@ def memory_row(kind: str, passes: str, patches: int, points: int, modes: int, di
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default, text in (
+    return harness.parse_counts(
+        __doc__.splitlines()[0],
+        argv,
         ("patches", PATCHES, "patches along an axis"),
         ("points", POINTS, "points of a patch along an axis"),
         ("modes", MODES, "kept modes"),
         ("dim", DIM, "channels"),
         ("threads", 2, "threads of torch, OpenMP and BLAS"),
         ("rounds", 7, "clean samples per candidate"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/OP-MACHINE.json)")
-    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    for name in ("patches", "points", "modes", "dim", "threads", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be positive, got {getattr(args, name)}")
-    return args
+    )
 
 
 def work(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -138,23 +137,16 @@ def memory_row(kind: str, passes: str, n: int, dim: int, layers: int, batch: int
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default, text in (
+    return harness.parse_counts(
+        __doc__.splitlines()[0],
+        argv,
         ("size", SIZE, "points"),
         ("dim", DIM, "channels"),
         ("layers", LAYERS, "encoder layers"),
         ("batch", BATCH, "batch size (GT: 4)"),
         ("threads", 2, "threads of torch, OpenMP and BLAS"),
         ("rounds", 5, "clean samples per candidate"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/OP-MACHINE.json)")
-    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    for name in ("size", "dim", "layers", "batch", "threads", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be positive, got {getattr(args, name)}")
-    return args
+    )
 
 
 def work(args: argparse.Namespace) -> None:

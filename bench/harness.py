@@ -6,6 +6,7 @@ it starts workers (itself again, the environment set before torch is loaded) and
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -231,6 +232,20 @@ def start_worker(threads: int) -> None:
     torch.set_num_threads(threads)
     limit = _status_bytes("VmSize") + available_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def parse_counts(description: str, argv: Sequence[str], *counts: tuple[str, int, str]) -> argparse.Namespace:
+    """Options of a benchmark whose sizes are positive numbers (name, default, help), --out and --worker."""
+    parser = argparse.ArgumentParser(description=description)
+    for name, default, text in counts:
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/OP-MACHINE.json)")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name, _, _ in counts:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be positive, got {getattr(args, name)}")
+    return args
 
 
 def progress(text: str) -> None:

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from cuda_on_cpu import needs_gpu, shim
 from helpers import Path, attention_module, chunked_module
 from hypothesis import settings
 from position_helpers import position_chunked, position_module
@@ -39,3 +40,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pat
         monkeypatch.setattr(position_module, "_attend", torch.ops.continuum_ops.position_attention_chunked)
         monkeypatch.setattr(position_chunked, "CHUNK_SCORES", 2**14)
     return Path(request.param)
+
+
+@pytest.fixture(params=["shim", pytest.param("gpu", marks=[pytest.mark.gpu, needs_gpu])])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test of CUDA kernels runs them: on the CPU thread by thread, and on a GPU if there is one."""
+    if request.param == "shim":
+        shim()
+    return request.param

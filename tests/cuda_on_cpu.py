@@ -18,6 +18,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIM = ROOT / "tests" / "cuda_shim"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @functools.cache

@@ -300,6 +300,31 @@ def check(
     return result
 
 
+def assert_results(
+    result: dict[str, Tensor],
+    true: dict[str, NDArray],
+    rough: dict[str, Tensor],
+    given: dict[str, Tensor | None],
+    value: Tensor,
+) -> None:
+    """Results and gradients (of `given`) against the budget, as of `check`; pops "terms" of true.
+
+    The eps of a gradient's budget is value's: what is computed from float32 values is not more exact where
+    weights or positions are float64.
+    """
+    terms = true.pop("terms")
+    assert result.keys() == true.keys()
+    for name, actual in result.items():
+        like = given.get(name)
+        own = {"lse": lse_dtype(value.dtype), "out": value.dtype}.get(name)
+        expected = own if like is None else like.dtype
+        assert actual.dtype == expected, f"{name}: dtype {actual.dtype}, must be {expected}"
+        size = _size(name, true, terms, value)
+        if name not in ("out", "lse"):
+            size *= torch.finfo(value.dtype).eps / torch.finfo(actual.dtype).eps
+        assert_within_budget(actual, true[name], error_of(rough[name], true[name]), size, name)
+
+
 def assert_near(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     """Equal but for rounding: another order of the same sums, as BLAS takes for other strides."""
     for name, value in a.items():

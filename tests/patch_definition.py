@@ -6,8 +6,22 @@ import itertools
 import math
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
+
+
+def drawn(kind_of_model, num_patches, patch_size, modes, **options) -> nn.Module:
+    """A small model in float64, every parameter drawn: biases, norms and the final layer too."""
+    torch.manual_seed(0)
+    settings = {"d_model": 6, "num_heads": 2, "num_layers": 2, "dim_feedforward": 5, "activation": "tanh"}
+    settings |= {"scale": 4.0, "dtype": torch.float64, **options}
+    model = kind_of_model(
+        2, 3, len(num_patches), num_patches=num_patches, patch_size=patch_size, modes=modes, **settings
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def array(tensor) -> NDArray:

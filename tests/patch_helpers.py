@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import torch
-from helpers import _long, assert_within_budget, draw, error_of, lse_dtype
+from helpers import _long, assert_results, draw, lse_dtype
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -161,21 +161,6 @@ def check(tensors, sizes, *, grad_out=None, **options) -> dict[str, Tensor]:
     grad_out = drawn if grad_out is None else grad_out
     result = run(attend, tensors, sizes, grad_out, grad_lse, **options)
     true = exact(*tensors, sizes, grad_out=grad_out, grad_lse=grad_lse, **options)
-    terms = true.pop("terms")
     rough = run(plain, tensors, sizes, grad_out, grad_lse, **options)
-    assert result.keys() == true.keys()
-    for name, actual in result.items():
-        like = dict(zip(NAMES, tensors, strict=True)).get(name)
-        dtype = {"lse": lse_dtype(query.dtype), "out": query.dtype}.get(name)
-        dtype = like.dtype if like is not None else dtype
-        assert actual.dtype == dtype, f"{name}: dtype {actual.dtype}, must be {dtype}"
-        if name == "out":
-            size = float(value.double().nan_to_num(0, 0, 0).abs().max()) if value.numel() else 0.0
-        elif name == "lse":
-            size = float(np.abs(true[name][np.isfinite(true[name])]).max(initial=1.0))
-        else:
-            size = float(terms[name].max(initial=0.0))
-        if name == "weights":  # their gradient is made of what the query's dtype holds
-            size *= torch.finfo(query.dtype).eps / torch.finfo(actual.dtype).eps
-        assert_within_budget(actual, true[name], error_of(rough[name], true[name]), size, name)
+    assert_results(result, true, rough, dict(zip(NAMES, tensors, strict=True)), value)
     return result

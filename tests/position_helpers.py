@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import torch
-from helpers import _long, _sum_to, assert_within_budget, draw, error_of, lse_dtype
+from helpers import _long, _sum_to, assert_results, draw, lse_dtype
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -163,23 +163,6 @@ def check(query_pos, key_pos, value, rate, weights=None, *, seed=3, **options) -
     grad_lse = draw((batch, heads, n), lse_dtype(value.dtype), seed + 1)
     result = run(attend, tensors, grad_out, grad_lse, **options)
     true = exact(*tensors, grad_out=grad_out, grad_lse=grad_lse, **options)
-    terms = true.pop("terms")
     rough = run(plain, tensors, grad_out, grad_lse, **options)
-    assert result.keys() == true.keys()
-    for name, actual in result.items():
-        expected = dict(zip(NAMES, tensors, strict=True)).get(name)
-        dtype = {"lse": lse_dtype(value.dtype), "out": value.dtype}.get(name)
-        dtype = expected.dtype if expected is not None else dtype
-        assert actual.dtype == dtype, f"{name}: dtype {actual.dtype}, must be {dtype}"
-        if name == "out":
-            size = float(value.double().nan_to_num(0, 0, 0).abs().max()) if value.numel() else 0.0
-        elif name == "lse":
-            size = float(np.abs(true[name][np.isfinite(true[name])]).max(initial=1.0))
-        else:
-            size = float(terms[name].max(initial=0.0))
-        # The budget's eps is value's: float64 positions make nothing more exact that is computed in float32,
-        # and the gradients of geometry see grad_out . out, where out is rounded to value's dtype.
-        if name not in ("out", "lse"):
-            size *= torch.finfo(value.dtype).eps / torch.finfo(actual.dtype).eps
-        assert_within_budget(actual, true[name], error_of(rough[name], true[name]), size, name)
+    assert_results(result, true, rough, dict(zip(NAMES, tensors, strict=True)), value)
     return result

@@ -1,4 +1,4 @@
-"""FANO: the definition in numpy, periodic extension; what it shares with ViT-NO: test_patch_model.py."""
+"""FANO: periodic extension; what it shares with ViT-NO: test_patch_model.py."""
 
 from __future__ import annotations
 
@@ -7,48 +7,15 @@ import patch_definition
 import pytest
 import torch
 from helpers import draw
+from patch_definition import drawn
 
 import continuum_ops as co
 from continuum_ops.models import FANO
 from continuum_ops.models.patch_layer import ExtendedAttention
 
-GRIDS = [((12,), (3,), (3,)), ((8, 15), (2, 3), (2, 3)), ((4, 4, 8), (2, 1, 2), (1, 2, 2))]
-
-
-def make(num_patches, patch_size, modes, **options):
-    torch.manual_seed(0)
-    settings = {"d_model": 6, "num_heads": 2, "num_layers": 2, "dim_feedforward": 5, "activation": "tanh"}
-    settings |= {"scale": 4.0, "dtype": torch.float64, **options}
-    model = FANO(
-        2, 3, len(num_patches), num_patches=num_patches, patch_size=patch_size, modes=modes, **settings
-    )
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model
-
-
-@pytest.mark.parametrize(("shape", "num_patches", "modes"), GRIDS)
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("weights", ["mesh", "equal", "tensor"])
-def test_is_the_definition(shape, num_patches, modes, norm_first, weights):
-    size = [n // p for n, p in zip(shape, num_patches, strict=True)]
-    model = make(num_patches, size, modes, norm_first=norm_first, final_spectral=2)
-    grid = co.Grid.uniform(shape, [(0, 2)] * len(shape))
-    u = draw((2, len(grid), 2), torch.float64)
-    w = {
-        "mesh": grid.weights,
-        "equal": torch.ones(len(grid), dtype=torch.float64),
-        "tensor": draw((len(grid),), torch.float64, positive=True),
-    }[weights]
-    out = model(u, grid, weights=w if weights == "tensor" else weights)
-    w = (w / w.sum()).view(shape).numpy()
-    for b in range(2):
-        true = patch_definition.fano(model, u[b], grid, w, 2, 4.0)
-        np.testing.assert_allclose(out[b].detach().numpy(), true, rtol=0, atol=1e-10)
-
 
 def test_equal_weights_are_the_default():
-    model = make((2, 2), 4, 2)
+    model = drawn(FANO, (2, 2), 4, 2)
     grid = co.Grid.uniform((8, 8))
     u = draw((1, 64, 2), torch.float64)
     assert torch.equal(model(u, grid), model(u, grid, weights="equal"))

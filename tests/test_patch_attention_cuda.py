@@ -12,18 +12,10 @@ import sys
 
 import pytest
 import torch
-from cuda_on_cpu import ROOT, build_script, shim
+from cuda_on_cpu import ROOT, build_script, needs_gpu, shim
 from patch_cuda import GRADS, OPS, Inputs, check, exact, grads_for, inputs, run
 
 INF = float("inf")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@pytest.fixture(params=["shim", pytest.param("gpu", marks=[pytest.mark.gpu, needs_gpu])])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "shim":
-        shim()
-    return request.param
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])

@@ -6,10 +6,11 @@ import itertools
 import math
 
 import numpy as np
+import patch_definition
 import pytest
 import torch
 from helpers import draw
-from patch_definition import order
+from patch_definition import drawn, order
 
 import continuum_ops as co
 from continuum_ops.models import FANO, Smoothing, ViTNO
@@ -39,6 +40,34 @@ def on(model, n, kind, **options):
     grid = co.Grid.uniform((n,) * d, kind=kind)
     with torch.no_grad():
         return model(smooth(grid.points), grid, **options).view(*grid.shape, -1)
+
+
+DEFINITIONS = [
+    *((ViTNO, patch_definition.vitno, *c) for c in (((12,), (3,), (2,)), ((8, 12), (2, 3), (2, 2)))),
+    *((FANO, patch_definition.fano, *c) for c in (((12,), (3,), (3,)), ((8, 15), (2, 3), (2, 3)))),
+    (ViTNO, patch_definition.vitno, (4, 4, 8), (2, 1, 2), (1, 2, 2)),
+    (FANO, patch_definition.fano, (4, 4, 8), (2, 1, 2), (1, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("kind_of_model", "definition", "shape", "num_patches", "modes"), DEFINITIONS)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("weights", ["mesh", "equal", "tensor"])
+def test_is_the_definition(kind_of_model, definition, shape, num_patches, modes, norm_first, weights):
+    size = [n // p for n, p in zip(shape, num_patches, strict=True)]
+    model = drawn(kind_of_model, num_patches, size, modes, norm_first=norm_first, final_spectral=2)
+    grid = co.Grid.uniform(shape, [(0, 2)] * len(shape))  # endpoint: uneven weights
+    u = draw((2, len(grid), 2), torch.float64)
+    w = {
+        "mesh": grid.weights,
+        "equal": torch.ones(len(grid), dtype=torch.float64),
+        "tensor": draw((len(grid),), torch.float64, positive=True),
+    }[weights]
+    out = model(u, grid, weights=w if weights == "tensor" else weights)
+    w = (w / w.sum()).view(shape).numpy()
+    for b in range(2):
+        true = definition(model, u[b], grid, w, 2, 4.0)
+        np.testing.assert_allclose(out[b].detach().numpy(), true, rtol=0, atol=1e-10)
 
 
 @both

@@ -1,55 +1,20 @@
-"""ViT-NO: the definition in numpy, the lift, weights; what it shares with FANO: test_patch_model.py."""
+"""ViT-NO: the lift, weights; what it shares with FANO: test_patch_model.py."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
-import patch_definition
 import pytest
 import torch
 from helpers import draw
+from patch_definition import drawn
 
 import continuum_ops as co
 from continuum_ops.models import ViTNO
 
-GRIDS = [((12,), (3,), (2,)), ((8, 12), (2, 3), (2, 2)), ((4, 4, 8), (2, 1, 2), (1, 2, 2))]
-
-
-def make(num_patches, patch_size, modes, **options):
-    torch.manual_seed(0)
-    settings = {"d_model": 6, "num_heads": 2, "num_layers": 2, "dim_feedforward": 5, "activation": "tanh"}
-    settings |= {"scale": 4.0, "dtype": torch.float64, **options}
-    model = ViTNO(
-        2, 3, len(num_patches), num_patches=num_patches, patch_size=patch_size, modes=modes, **settings
-    )
-    for parameter in model.parameters():  # biases, norms and the final layer too
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model
-
-
-@pytest.mark.parametrize(("shape", "num_patches", "modes"), GRIDS)
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("weights", ["mesh", "equal", "tensor"])
-def test_is_the_definition(shape, num_patches, modes, norm_first, weights):
-    size = [n // p for n, p in zip(shape, num_patches, strict=True)]
-    model = make(num_patches, size, modes, norm_first=norm_first, final_spectral=2)
-    grid = co.Grid.uniform(shape, [(0, 2)] * len(shape))  # endpoint: uneven weights
-    u = draw((2, len(grid), 2), torch.float64)
-    w = {
-        "mesh": grid.weights,
-        "equal": torch.ones(len(grid), dtype=torch.float64),
-        "tensor": draw((len(grid),), torch.float64, positive=True),
-    }[weights]
-    out = model(u, grid, weights=w if weights == "tensor" else weights)
-    w = (w / w.sum()).view(shape).numpy()
-    for b in range(2):
-        true = patch_definition.vitno(model, u[b], grid, w, 2, 4.0)
-        np.testing.assert_allclose(out[b].detach().numpy(), true, rtol=0, atol=1e-10)
-
 
 def test_mesh_weights_are_the_default_and_matter():
-    model = make((2, 2), 4, 2)
+    model = drawn(ViTNO, (2, 2), 4, 2)
     grid = co.Grid.uniform((8, 8))
     u = draw((1, 64, 2), torch.float64)
     assert torch.equal(model(u, grid), model(u, grid, weights="mesh"))
@@ -59,7 +24,7 @@ def test_mesh_weights_are_the_default_and_matter():
 
 
 def test_equal_weights_are_equal_within_another_quadrature_block():
-    model = make((2, 2), 4, 2)
+    model = drawn(ViTNO, (2, 2), 4, 2)
     grid = co.Grid.uniform((8, 8))
     u = draw((1, 64, 2), torch.float64)
     true = model(u, grid, weights="equal")
@@ -71,7 +36,7 @@ def test_mirrored_patches_of_a_function_that_is_not_periodic():
     """The lift with the kernel 1: x is kept much better by its cosine than by its Fourier series."""
 
     def error(periodic_extension):
-        model = make((2,), 32, 8, periodic_extension=periodic_extension)
+        model = drawn(ViTNO, (2,), 32, 8, periodic_extension=periodic_extension)
         with torch.no_grad():
             model.lift.weight.zero_()
             model.lift.weight[..., 2, 0, 0] = 1.0  # from the coordinate to the first channel
@@ -92,7 +57,7 @@ def test_lift_is_the_only_spectral_map():
 
 def test_more_patches_than_one_share_the_lift():
     """A function that repeats on each patch, without coordinates, is lifted alike."""
-    model = make((3,), 4, 2)
+    model = drawn(ViTNO, (3,), 4, 2)
     u = draw((1, 4, 4), torch.float64).repeat(1, 3, 1)
     v = model.lift(u[..., :3])
     torch.testing.assert_close(v[:, :4], v[:, 4:8], rtol=0, atol=1e-13)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor, nn
 
 from ..mesh import Grid
 from .patch_layer import ExtendedAttention, FourierAttention
-from .patch_model import PatchModel, Weights, check_options
-from .tno_layer import Activation
+from .patch_model import Patches, PatchModel, Weights
 
 
 class FANO(PatchModel):
@@ -79,84 +75,30 @@ class FANO(PatchModel):
 
     none_is_equal = True
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        coord_dim: int,
-        *,
-        num_patches: int | Sequence[int],
-        patch_size: int | Sequence[int],
-        modes: int | Sequence[int],
-        d_model: int = 128,
-        num_heads: int = 8,
-        num_layers: int = 6,
-        dim_feedforward: int | None = None,
-        dropout: float = 0.0,
-        activation: str | Activation = "gelu",
-        norm_first: bool = False,
-        norm_residual: bool = False,
-        residual_weights: bool = False,
-        scale: float = 1.0,
-        periodic_extension: bool = False,
-        final_spectral: int | Sequence[int] | None = None,
-        smoothing: str | Sequence[str] | None = None,
-        smoothing_eps: float = 1e-3,
-        smoothing_alpha: float = 1.001,
-        pad: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        options = check_options(
-            in_channels=in_channels,
-            out_channels=out_channels,
-            coord_dim=coord_dim,
-            num_patches=num_patches,
-            patch_size=patch_size,
-            modes=modes,
-            periodic_extension=periodic_extension,
-            d_model=d_model,
-            num_heads=num_heads,
-            num_layers=num_layers,
-            dim_feedforward=dim_feedforward,
-            dropout=dropout,
-            activation=activation,
-            norm_first=norm_first,
-            norm_residual=norm_residual,
-            residual_weights=residual_weights,
-            final_spectral=final_spectral,
-            smoothing=smoothing,
-            smoothing_eps=smoothing_eps,
-            smoothing_alpha=smoothing_alpha,
-            pad=pad,
-            device=device,
-            dtype=dtype,
-        )
-        lift = nn.Linear(in_channels + coord_dim, d_model, device=device, dtype=dtype)
+    def _make_lift(self, patches: Patches) -> nn.Module:
+        return nn.Linear(patches.channels, patches.d_model, device=patches.device, dtype=patches.dtype)
 
-        def attention() -> nn.Module:
-            if periodic_extension:
-                return ExtendedAttention(
-                    d_model,
-                    num_heads,
-                    options.modes,
-                    options.num_patches,
-                    factor=scale,
-                    device=device,
-                    dtype=dtype,
-                )
-            return FourierAttention(
-                d_model,
-                num_heads,
-                options.patch_size,
-                options.modes,
-                options.num_patches,
-                factor=scale,
-                device=device,
-                dtype=dtype,
+    def _make_attention(self, patches: Patches) -> nn.Module:
+        if patches.periodic_extension:
+            return ExtendedAttention(
+                patches.d_model,
+                patches.num_heads,
+                patches.modes,
+                patches.num_patches,
+                factor=patches.scale,
+                device=patches.device,
+                dtype=patches.dtype,
             )
-
-        super().__init__(options, lift, attention, num_layers)
+        return FourierAttention(
+            patches.d_model,
+            patches.num_heads,
+            patches.patch_size,
+            patches.modes,
+            patches.num_patches,
+            factor=patches.scale,
+            device=patches.device,
+            dtype=patches.dtype,
+        )
 
     def forward(self, u: Tensor, mesh: Grid, *, weights: Weights = "equal") -> Tensor:
         """As :meth:`ViTNO.forward`, but that weights are equal unless asked for.

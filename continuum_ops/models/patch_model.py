@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -18,150 +18,132 @@ from .tno_layer import Activation, resolve_activation
 Weights: TypeAlias = Tensor | Literal["mesh", "equal"]
 
 
-class PatchOptions(NamedTuple):
-    """Options of both models, checked; modes and patches per axis."""
+class Patches(NamedTuple):
+    """What the lift and the attention of a model are made of, checked; per axis what may differ by axis."""
 
-    in_channels: int
-    out_channels: int
+    channels: int  # of (u, x)
+    d_model: int
+    num_heads: int
     num_patches: tuple[int, ...]
     patch_size: tuple[int, ...]
     modes: tuple[int, ...]
-    d_model: int
-    dim_feedforward: int
-    dropout: float
-    activation: Activation
-    norm_first: bool
-    norm_residual: bool
-    residual_weights: bool
-    final_spectral: tuple[int, ...] | None
-    smoothing: Smoothing | None
-    pad: bool
+    scale: float
+    periodic_extension: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
 
 
-def check_options(
-    *,
-    in_channels: int,
-    out_channels: int,
-    coord_dim: int,
-    num_patches: int | Sequence[int],
-    patch_size: int | Sequence[int],
-    modes: int | Sequence[int],
-    periodic_extension: bool,
-    d_model: int,
-    num_heads: int,
-    num_layers: int,
-    dim_feedforward: int | None,
-    dropout: float,
-    activation: str | Activation,
-    norm_first: bool,
-    norm_residual: bool,
-    residual_weights: bool,
-    final_spectral: int | Sequence[int] | None,
-    smoothing: str | Sequence[str] | None,
-    smoothing_eps: float,
-    smoothing_alpha: float,
-    pad: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> PatchOptions:
-    """Raise for what is out of range; the rest as the models use it."""
-    dim_feedforward = d_model if dim_feedforward is None else dim_feedforward
-    for name, number in (
-        ("in_channels", in_channels),
-        ("out_channels", out_channels),
-        ("coord_dim", coord_dim),
-        ("d_model", d_model),
-        ("num_heads", num_heads),
-        ("num_layers", num_layers),
-        ("dim_feedforward", dim_feedforward),
-    ):
-        check_integer(name, number, 1)
-    if coord_dim > 3:
-        raise ValueError(f"coord_dim must be 1, 2 or 3, was {coord_dim}")
-    if d_model % num_heads:
-        raise ValueError(f"d_model must be divisible by num_heads, was {d_model} with num_heads {num_heads}")
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"dropout must be a probability between 0 and 1, was {dropout}")
-    if norm_residual and not norm_first:
-        raise ValueError("norm_first must be True with norm_residual, was False")
-    points = per_axis("patch_size", patch_size, coord_dim)
-    kept = per_axis("modes", modes, coord_dim)
-    for i, (n, m) in enumerate(zip(points, kept, strict=True)):
-        period = 2 * n if periodic_extension else n
-        most = period // 2 + 1 if i == coord_dim - 1 else period // 2
-        if m > most:
-            raise ValueError(
-                f"modes[{i}] must be at most {most} for patches of {n} points along that axis in training, "
-                f"where more would overlap, was {m}"
-            )
-    smooth = None
-    if smoothing is not None:
-        smooth = Smoothing(smoothing, smoothing_eps, smoothing_alpha)
-        if len(smooth.boundary) not in (1, coord_dim):
-            raise ValueError(f"smoothing must be one name or one per axis of {coord_dim}, was {smoothing!r}")
-    return PatchOptions(
-        in_channels,
-        out_channels,
-        per_axis("num_patches", num_patches, coord_dim),
-        points,
-        kept,
-        d_model,
-        dim_feedforward,
-        dropout,
-        resolve_activation(activation),
-        norm_first,
-        norm_residual,
-        residual_weights,
-        None if final_spectral is None else per_axis("final_spectral", final_spectral, coord_dim),
-        smooth,
-        pad,
-        device,
-        dtype,
-    )
-
-
 class PatchModel(nn.Module):
-    """T_out o E_L o T_in of CA (9) on the patches of a grid; made by `ViTNO` and `FANO`, not on its own."""
+    """T_out o E_L o T_in of CA (9) on the patches of a grid; `ViTNO` and `FANO` make lift and attention."""
 
     # Whether the attention takes None for equal weights, from no enclosing co.nn.quadrature.
     none_is_equal = False
 
     def __init__(
         self,
-        options: PatchOptions,
-        lift: nn.Module,
-        make_attention: Callable[[], nn.Module],
-        num_layers: int,
+        in_channels: int,
+        out_channels: int,
+        coord_dim: int,
+        *,
+        num_patches: int | Sequence[int],
+        patch_size: int | Sequence[int],
+        modes: int | Sequence[int],
+        d_model: int = 128,
+        num_heads: int = 8,
+        num_layers: int = 6,
+        dim_feedforward: int | None = None,
+        dropout: float = 0.0,
+        activation: str | Activation = "gelu",
+        norm_first: bool = False,
+        norm_residual: bool = False,
+        residual_weights: bool = False,
+        scale: float = 1.0,
+        periodic_extension: bool = False,
+        final_spectral: int | Sequence[int] | None = None,
+        smoothing: str | Sequence[str] | None = None,
+        smoothing_eps: float = 1e-3,
+        smoothing_alpha: float = 1.001,
+        pad: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        dim_feedforward = d_model if dim_feedforward is None else dim_feedforward
+        for name, number in (
+            ("in_channels", in_channels),
+            ("out_channels", out_channels),
+            ("coord_dim", coord_dim),
+            ("d_model", d_model),
+            ("num_heads", num_heads),
+            ("num_layers", num_layers),
+            ("dim_feedforward", dim_feedforward),
+        ):
+            check_integer(name, number, 1)
+        if coord_dim > 3:
+            raise ValueError(f"coord_dim must be 1, 2 or 3, was {coord_dim}")
+        if d_model % num_heads:
+            raise ValueError(
+                f"d_model must be divisible by num_heads, was {d_model} with num_heads {num_heads}"
+            )
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be a probability between 0 and 1, was {dropout}")
+        if norm_residual and not norm_first:
+            raise ValueError("norm_first must be True with norm_residual, was False")
+        points = per_axis("patch_size", patch_size, coord_dim)
+        kept = per_axis("modes", modes, coord_dim)
+        _check_modes(points, kept, periodic_extension)
+        smooth = None
+        if smoothing is not None:
+            smooth = Smoothing(smoothing, smoothing_eps, smoothing_alpha)
+            if len(smooth.boundary) not in (1, coord_dim):
+                raise ValueError(
+                    f"smoothing must be one name or one per axis of {coord_dim}, was {smoothing!r}"
+                )
+        patches = Patches(
+            in_channels + coord_dim,
+            d_model,
+            num_heads,
+            per_axis("num_patches", num_patches, coord_dim),
+            points,
+            kept,
+            scale,
+            periodic_extension,
+            device,
+            dtype,
+        )
+        layer_activation = resolve_activation(activation)
+        final_modes = (
+            None if final_spectral is None else per_axis("final_spectral", final_spectral, coord_dim)
+        )
         super().__init__()
-        self.in_channels, self.out_channels = options.in_channels, options.out_channels
-        self.num_patches, self.pad = options.num_patches, options.pad
-        device, dtype = options.device, options.dtype
-        self.lift = lift
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.num_patches, self.pad = patches.num_patches, pad
+        self.lift = self._make_lift(patches)
         self.layers = nn.ModuleList(
             PatchEncoderLayer(
-                make_attention(),
-                options.d_model,
-                options.dim_feedforward,
-                options.dropout,
-                options.activation,
-                norm_first=options.norm_first,
-                norm_residual=options.norm_residual,
-                residual_weights=options.residual_weights,
+                self._make_attention(patches),
+                d_model,
+                dim_feedforward,
+                dropout,
+                layer_activation,
+                norm_first=norm_first,
+                norm_residual=norm_residual,
+                residual_weights=residual_weights,
                 device=device,
                 dtype=dtype,
             )
             for _ in range(num_layers)
         )
-        self.projection = nn.Linear(options.d_model, options.out_channels, device=device, dtype=dtype)
+        self.projection = nn.Linear(d_model, out_channels, device=device, dtype=dtype)
         self.final_spectral: FinalSpectral | None = None
-        if options.final_spectral is not None:
-            self.final_spectral = FinalSpectral(
-                options.out_channels, options.final_spectral, device=device, dtype=dtype
-            )
-        self.smoothing = options.smoothing
+        if final_modes is not None:
+            self.final_spectral = FinalSpectral(out_channels, final_modes, device=device, dtype=dtype)
+        self.smoothing = smooth
+
+    def _make_lift(self, patches: Patches) -> nn.Module:
+        raise NotImplementedError
+
+    def _make_attention(self, patches: Patches) -> nn.Module:
+        raise NotImplementedError
 
     def forward(self, u: Tensor, mesh: Grid, *, weights: Weights = "mesh") -> Tensor:
         """Evaluate the operator on one function per batch entry.
@@ -256,6 +238,17 @@ class PatchModel(nn.Module):
             f"in_channels={self.in_channels}, out_channels={self.out_channels}, "
             f"num_patches={self.num_patches}, pad={self.pad}"
         )
+
+
+def _check_modes(points: Sequence[int], kept: Sequence[int], periodic_extension: bool) -> None:
+    for i, (n, m) in enumerate(zip(points, kept, strict=True)):
+        period = 2 * n if periodic_extension else n
+        most = period // 2 + 1 if i == len(points) - 1 else period // 2
+        if m > most:
+            raise ValueError(
+                f"modes[{i}] must be at most {most} for patches of {n} points along that axis in training, "
+                f"where more would overlap, was {m}"
+            )
 
 
 def _repeat_ends(v: Tensor, extra: Sequence[int]) -> Tensor:
