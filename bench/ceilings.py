@@ -61,7 +61,11 @@ def measure_ceilings(threads: Sequence[int] = (1, 2)) -> dict[str, Any]:
         subprocess.run([compiler, *flags, str(SOURCE), "-o", program], check=True)
         printed: list[str] = []
         command = [program, *map(str, threads)]
-        sample = harness.take_sample(lambda: printed.append(subprocess.check_output(command, text=True)), 0)
+        # One thread a core: two that start on the same one may stay there for all repetitions.
+        env = {**os.environ, "OMP_PROC_BIND": "spread", "OMP_PLACES": "cores"}
+        sample = harness.take_sample(
+            lambda: printed.append(subprocess.check_output(command, env=env, text=True)), 0
+        )
     ceilings = {**json.loads(printed[0]), "other_cpu": sample.other_cpu}
     if ceilings["exp2_error"] > EXP2_ERROR_BOUND:
         raise RuntimeError(f"exp2 of ceilings.cpp is off by {ceilings['exp2_error']:.1e}, relative")
