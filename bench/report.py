@@ -16,12 +16,12 @@ LEGEND = (
 )
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-def _milliseconds(ms: float) -> str:
+def milliseconds(ms: float) -> str:
     return f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}"
 
 
@@ -30,7 +30,7 @@ def _cell(row: Row | None) -> str:
         return "-"
     if "skipped" in row:
         return row["skipped"]
-    text = f"{_milliseconds(row['ms'])} ({_milliseconds(row['ms_min'])}-{_milliseconds(row['ms_max'])})"
+    text = f"{milliseconds(row['ms'])} ({milliseconds(row['ms_min'])}-{milliseconds(row['ms_max'])})"
     if "speedup" in row:
         text += f" **{row['speedup']:.2f}x**"
     if "ceiling_fraction" in row:
@@ -58,7 +58,7 @@ def render_rows(rows: Sequence[Row]) -> str:
         lines = [
             [str(v) for _, v in case] + [_cell(found.get((case, *c))) for c in columns] for case in cases
         ]
-        parts.append(f"### {title}\n\n{_table(header, lines)}")
+        parts.append(f"### {title}\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
 
@@ -78,7 +78,7 @@ def render_memory(rows: Sequence[Row]) -> str:
     for row in rows:
         figures = [f"{row[k]:.{n}f}" for k, n in zip(keys, digits, strict=True)]
         lines.append([row["candidate"], row["pass"], *figures])
-    return f"### Peak memory, {rows[0]['shape']}\n\n{_table(header, lines)}"
+    return f"### Peak memory, {rows[0]['shape']}\n\n{table(header, lines)}"
 
 
 def render_machine(machine: Mapping[str, Any]) -> str:
@@ -103,7 +103,7 @@ def render_ceilings(ceilings: Mapping[str, Any]) -> str:
         lines.append([threads, fma, *(f"{x:.3g}" for x in rest)])
     header = ["threads", "FMA GFLOP/s", "torch.mm GFLOP/s", "exp2 G/s", "triad GB/s", "first touch GB/s"]
     disturbed = f"other processes took {ceilings['other_cpu']:.0%} of a core meanwhile"
-    return f"### Ceilings ({ceilings['isa']}; {disturbed})\n\n{_table(header, lines)}"
+    return f"### Ceilings ({ceilings['isa']}; {disturbed})\n\n{table(header, lines)}"
 
 
 def render(document: Mapping[str, Any]) -> str:
