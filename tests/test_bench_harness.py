@@ -303,3 +303,13 @@ def test_short_stops_at_4096():
 def test_ceilings_refuse_more_threads_than_cores():
     with pytest.raises(ValueError, match=r"threads must be between 1 and the .* got \[0\]"):
         ceilings.measure_ceilings([0])
+
+
+def test_ceilings_are_the_best_of_each_figure_over_the_runs():
+    runs = [
+        {"isa": "avx2", "exp2_error": 1e-7, "other_cpu": other, "threads": {"2": {"fma_gflops": fma, "exp2": e}}}
+        for other, fma, e in ((0.3, 117.0, 20.0), (0.01, 230.0, 10.9))
+    ]
+    best = ceilings.best_of(runs)
+    assert best["threads"] == {"2": {"fma_gflops": 230.0, "exp2": 20.0}}
+    assert (best["isa"], best["other_cpu"]) == ("avx2", 0.01)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 import continuum_ops as co
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -68,3 +71,14 @@ def _check_laplacian(names):
     )
     slope = model.decoder.rate_parameter.grad
     assert slope is not None and slope.isfinite().all() and slope.abs().min() > 0
+
+
+def test_measured_blocks_are_those_of_the_result_files():
+    """No figure of README.md is typed by hand: bench/readme.py writes them."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        readme = importlib.import_module("readme")
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+    assert len(readme.BLOCK.findall(README)) >= 8
+    assert readme.rewrite(README) == README
