@@ -161,10 +161,13 @@ template <class T> class Problem {
       const int64_t begin = rb * ROW_BLOCK, end = std::min(begin + ROW_BLOCK, rows_now);
       const int64_t first = chunks * part / count * step, last = std::min(chunks * (part + 1) / count * step, points);
       // Heads inside: neighbours in memory are read one after the other.
+      const int64_t first_head = heads * group / groups, last_head = heads * (group + 1) / groups;
       for (int64_t at = first; at < last; at += step) {
-        for (int64_t h = heads * group / groups; h < heads * (group + 1) / groups; ++h) {
+        for (int64_t h = first_head; h < last_head; ++h) {
           T* c = parts.data.get() + part * elements + (i * heads + h) * head + begin * padded;
-          kernels.scores(a, s + i, h, p + begin, p + end, at, std::min(at + step, last), at > first, c, scratch);
+          const int64_t upto = std::min(at + step, last);
+          const PatchNext next = h + 1 < last_head ? PatchNext{h + 1, at, upto} : PatchNext{first_head, upto, std::min(upto + step, last)};
+          kernels.scores(a, s + i, h, p + begin, p + end, at, upto, at > first, c, next, scratch);
         }
       }
     });
