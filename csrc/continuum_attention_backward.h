@@ -10,54 +10,67 @@
 namespace continuum_ops::CO_ISA {
 namespace {
 
+// C vectors of queries, from query q of the block.
+template <class T, int C, bool BOUNDED, bool MASKED, bool DROPOUT, bool DISTANCE>
+CO_INLINE void backward_columns(const KeyBlock<T>& b, const T* query, int64_t d, const T* grad, int64_t dv, const T* shift, const T* delta,
+                                const T* grad_lse, int64_t q, const typename LaneInt<T>::type* mask, const T* factors, const T* d2, T rate,
+                                T* p_out, T* ds_out) {
+  using Sh = Shape<T>;
+  constexpr int R = Sh::R, L = Sh::L, QB = Sh::QB;
+  for (int64_t j = 0; j < b.count; j += R) {
+    const int64_t live = b.count - j;
+    Vec<T> acc[R][C];
+    score_tile<T, R, C, QB, DISTANCE>(acc, b, j, query + q, d, d2 + q, rate);
+    CO_UNROLL
+    for (int c = 0; c < C; ++c) {
+      const Vec<T> m = load(shift + q + c * L);
+      CO_UNROLL
+      for (int r = 0; r < R; ++r) {
+        if (r >= live) break;
+        Vec<T> p = exp2<!BOUNDED>(BOUNDED ? acc[r][c] : acc[r][c] - m);
+        if constexpr (MASKED) {
+          const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + (j + r) * QB + q + c * L);
+          p = keep ? p : Vec<T>{};
+        }
+        store(p_out + (j + r) * QB + q + c * L, p);
+      }
+    }
+    product_tile<T, R, C, QB>(acc, b.value, b.ldv, j, b.count, grad + q, dv);
+    CO_UNROLL
+    for (int c = 0; c < C; ++c) {
+      const Vec<T> dl = load(delta + q + c * L), gl = load(grad_lse + q + c * L);
+      CO_UNROLL
+      for (int r = 0; r < R; ++r) {
+        if (r >= live) break;
+        const int64_t at = (j + r) * QB + q + c * L;
+        const Vec<T> p = load(p_out + at);
+        if constexpr (DROPOUT) {
+          const Vec<T> f = load(factors + at);
+          store(ds_out + at, p * ((f * acc[r][c] - dl) + gl));
+          store(p_out + at, p * f);
+        } else {
+          store(ds_out + at, p * ((acc[r][c] - dl) + gl));
+        }
+        if constexpr (MASKED) {  // 0 * inf: a dropped pair has no gradient whatever its value row holds
+          const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + at);
+          store(ds_out + at, keep ? load(ds_out + at) : Vec<T>{});
+        }
+      }
+    }
+  }
+}
+
 template <class T, bool BOUNDED, bool MASKED, bool DROPOUT, bool DISTANCE>
 void backward_scores(const KeyBlock<T>& b, const T* query, int64_t d, const T* grad, int64_t dv, const T* shift, const T* delta,
                      const T* grad_lse, int64_t active, const typename LaneInt<T>::type* mask, const T* factors, const T* d2, T rate,
                      T* p_out, T* ds_out) {
-  using Sh = Shape<T>;
-  constexpr int R = Sh::R, C = Sh::C, L = Sh::L, QB = Sh::QB;
-  for (int64_t q = 0; q < active; q += C * L) {
-    for (int64_t j = 0; j < b.count; j += R) {
-      const int64_t live = b.count - j;
-      Vec<T> acc[R][C];
-      score_tile<T, R, C, QB, DISTANCE>(acc, b, j, query + q, d, d2 + q, rate);
-      CO_UNROLL
-      for (int c = 0; c < C; ++c) {
-        const Vec<T> m = load(shift + q + c * L);
-        CO_UNROLL
-        for (int r = 0; r < R; ++r) {
-          if (r >= live) break;
-          Vec<T> p = exp2<!BOUNDED>(BOUNDED ? acc[r][c] : acc[r][c] - m);
-          if constexpr (MASKED) {
-            const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + (j + r) * QB + q + c * L);
-            p = keep ? p : Vec<T>{};
-          }
-          store(p_out + (j + r) * QB + q + c * L, p);
-        }
-      }
-      product_tile<T, R, C, QB>(acc, b.value, b.ldv, j, b.count, grad + q, dv);
-      CO_UNROLL
-      for (int c = 0; c < C; ++c) {
-        const Vec<T> dl = load(delta + q + c * L), gl = load(grad_lse + q + c * L);
-        CO_UNROLL
-        for (int r = 0; r < R; ++r) {
-          if (r >= live) break;
-          const int64_t at = (j + r) * QB + q + c * L;
-          const Vec<T> p = load(p_out + at);
-          if constexpr (DROPOUT) {
-            const Vec<T> f = load(factors + at);
-            store(ds_out + at, p * ((f * acc[r][c] - dl) + gl));
-            store(p_out + at, p * f);
-          } else {
-            store(ds_out + at, p * ((acc[r][c] - dl) + gl));
-          }
-          if constexpr (MASKED) {  // 0 * inf: a dropped pair has no gradient whatever its value row holds
-            const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + at);
-            store(ds_out + at, keep ? load(ds_out + at) : Vec<T>{});
-          }
-        }
-      }
-    }
+  constexpr int C = Shape<T>::C, L = Shape<T>::L;
+  int64_t q = 0;
+  for (; q + C * L <= active; q += C * L) {
+    backward_columns<T, C, BOUNDED, MASKED, DROPOUT, DISTANCE>(b, query, d, grad, dv, shift, delta, grad_lse, q, mask, factors, d2, rate, p_out, ds_out);
+  }
+  for (; q < active; q += L) {
+    backward_columns<T, 1, BOUNDED, MASKED, DROPOUT, DISTANCE>(b, query, d, grad, dv, shift, delta, grad_lse, q, mask, factors, d2, rate, p_out, ds_out);
   }
 }
 
@@ -225,7 +238,7 @@ template <class T, class S> void backward(const AttentionProblem& a, const Atten
       BackwardBlock<T>& x = strip[t];
       x.i0 = begin + t * QB;
       x.nq = smaller<int64_t>(QB, g.query_end - x.i0);
-      x.active = round_up(x.nq, Sh::C * L);
+      x.active = round_up(x.nq, L);
       x.one_block = g.key_begin == 0 && g.key_end == keys.count &&
                     (keys.count <= KB || (a.is_causal && key_place(keys, KB) > x.i0 + x.nq - 1));
       load_backward_block<T, S>(a, g, ldq, ldg, x);

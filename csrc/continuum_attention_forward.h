@@ -31,62 +31,70 @@ __attribute__((noinline)) void raise_shift(const ForwardState<T>& st, int64_t q,
   for (int64_t j = 0; j < rows_done; ++j) rescale(st.p + j * QB);
 }
 
-template <class T, bool BOUNDED, bool MASKED, bool DISTANCE>
-void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t active, const typename LaneInt<T>::type* mask,
-                    const ForwardState<T>& st, const T* d2, T rate) {
+// C vectors of queries, from query q of the block.
+template <class T, int C, bool BOUNDED, bool MASKED, bool DISTANCE>
+CO_INLINE void forward_columns(const KeyBlock<T>& b, const T* query, int64_t d, int64_t q, const typename LaneInt<T>::type* mask,
+                               const ForwardState<T>& st, const T* d2, T rate) {
   using Sh = Shape<T>;
-  constexpr int R = Sh::R, C = Sh::C, L = Sh::L, QB = Sh::QB;
+  constexpr int R = Sh::R, L = Sh::L, QB = Sh::QB;
   T* const sums = st.sum;  // locals: the compiler cannot know that stores of T leave st alone
   T* const shifts = st.shift;
   T* const probabilities = st.p;
   const Vec<T> tolerance = broadcast(st.tolerance);
-  for (int64_t q = 0; q < active; q += C * L) {
-    for (int64_t j = 0; j < b.count; j += R) {
-      Vec<T> acc[R][C];
-      score_tile<T, R, C, QB, DISTANCE>(acc, b, j, query + q, d, d2 + q, rate);
-      const int64_t live = b.count - j;
-      if constexpr (MASKED) {
-        for (int r = 0; r < R; ++r) {  // with the rows past the block: they repeat its last one, mask and all
-          const auto* row = mask + smaller<int64_t>(j + r, b.count - 1) * QB + q;
-          for (int c = 0; c < C; ++c) {
-            const auto keep = *reinterpret_cast<const MaskVec<T>*>(row + c * L);
-            acc[r][c] = keep ? acc[r][c] : broadcast(T(-__builtin_inf()));
-          }
-        }
-      }
-      if constexpr (!BOUNDED) {
-        Vec<T> top[C];
-        CO_UNROLL
+  for (int64_t j = 0; j < b.count; j += R) {
+    Vec<T> acc[R][C];
+    score_tile<T, R, C, QB, DISTANCE>(acc, b, j, query + q, d, d2 + q, rate);
+    const int64_t live = b.count - j;
+    if constexpr (MASKED) {
+      for (int r = 0; r < R; ++r) {  // with the rows past the block: they repeat its last one, mask and all
+        const auto* row = mask + smaller<int64_t>(j + r, b.count - 1) * QB + q;
         for (int c = 0; c < C; ++c) {
-          top[c] = acc[0][c];
-          CO_UNROLL
-          for (int r = 1; r < R; ++r) top[c] = max(top[c], acc[r][c]);  // rows past the block repeat a row: harmless
+          const auto keep = *reinterpret_cast<const MaskVec<T>*>(row + c * L);
+          acc[r][c] = keep ? acc[r][c] : broadcast(T(-__builtin_inf()));
         }
-        auto need = greater(top[0], load(shifts + q) + tolerance);
-        CO_UNROLL
-        for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(shifts + q + c * L) + tolerance));
-        if (__builtin_expect(any(need), 0)) {
-          for (int c = 0; c < C; ++c) raise_shift<T, QB>(st, q + c * L, j, top[c]);
-        }
-      }
-      CO_UNROLL
-      for (int c = 0; c < C; ++c) {
-        Vec<T> sum = load(sums + q + c * L), shift = BOUNDED ? Vec<T>{} : load(shifts + q + c * L), tile = Vec<T>{};
-        CO_UNROLL
-        for (int r = 0; r < R; ++r) {
-          if (r >= live) break;
-          Vec<T> p = exp2<!BOUNDED>(BOUNDED ? acc[r][c] : acc[r][c] - shift);
-          if constexpr (MASKED) {
-            const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + (j + r) * QB + q + c * L);
-            p = keep ? p : Vec<T>{};
-          }
-          store(probabilities + (j + r) * QB + q + c * L, p);
-          tile = r == 0 ? p : tile + p;
-        }
-        store(sums + q + c * L, sum + tile);
       }
     }
+    if constexpr (!BOUNDED) {
+      Vec<T> top[C];
+      CO_UNROLL
+      for (int c = 0; c < C; ++c) {
+        top[c] = acc[0][c];
+        CO_UNROLL
+        for (int r = 1; r < R; ++r) top[c] = max(top[c], acc[r][c]);  // rows past the block repeat a row: harmless
+      }
+      auto need = greater(top[0], load(shifts + q) + tolerance);
+      CO_UNROLL
+      for (int c = 1; c < C; ++c) need = either(need, greater(top[c], load(shifts + q + c * L) + tolerance));
+      if (__builtin_expect(any(need), 0)) {
+        for (int c = 0; c < C; ++c) raise_shift<T, QB>(st, q + c * L, j, top[c]);
+      }
+    }
+    CO_UNROLL
+    for (int c = 0; c < C; ++c) {
+      Vec<T> sum = load(sums + q + c * L), shift = BOUNDED ? Vec<T>{} : load(shifts + q + c * L), tile = Vec<T>{};
+      CO_UNROLL
+      for (int r = 0; r < R; ++r) {
+        if (r >= live) break;
+        Vec<T> p = exp2<!BOUNDED>(BOUNDED ? acc[r][c] : acc[r][c] - shift);
+        if constexpr (MASKED) {
+          const auto keep = *reinterpret_cast<const MaskVec<T>*>(mask + (j + r) * QB + q + c * L);
+          p = keep ? p : Vec<T>{};
+        }
+        store(probabilities + (j + r) * QB + q + c * L, p);
+        tile = r == 0 ? p : tile + p;
+      }
+      store(sums + q + c * L, sum + tile);
+    }
   }
+}
+
+template <class T, bool BOUNDED, bool MASKED, bool DISTANCE>
+void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t active, const typename LaneInt<T>::type* mask,
+                    const ForwardState<T>& st, const T* d2, T rate) {
+  constexpr int C = Shape<T>::C, L = Shape<T>::L;
+  int64_t q = 0;
+  for (; q + C * L <= active; q += C * L) forward_columns<T, C, BOUNDED, MASKED, DISTANCE>(b, query, d, q, mask, st, d2, rate);
+  for (; q < active; q += L) forward_columns<T, 1, BOUNDED, MASKED, DISTANCE>(b, query, d, q, mask, st, d2, rate);
 }
 
 template <class T> CO_INLINE void add_into(T* total, T* part, int64_t n) {
@@ -128,7 +136,7 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     ForwardBlock<T>& x = strip[t];
     x.i0 = (block_begin + t) * QB;
     x.nq = smaller<int64_t>(QB, a.n - x.i0);
-    x.active = round_up(x.nq, Sh::C * Sh::L);
+    x.active = round_up(x.nq, Sh::L);
     x.query = arena.take<T>(a.d * QB);
     x.st = {arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(QB), arena.take<T>(a.dv * QB), arena.take<T>(a.dv * QB), p, 0,
             T(keys.count <= FEW_KEYS ? 0 : TOLERANCE)};

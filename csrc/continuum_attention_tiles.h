@@ -286,18 +286,22 @@ CO_INLINE void mix_tile(const T* a, ptrdiff_t lda, const T* b, int64_t depth, T*
   }
 }
 
-template <class T> void mix(const T* a, ptrdiff_t lda, int64_t width, const T* b, int64_t depth, int64_t active, T* to) {
-  using Sh = Shape<T>;
-  constexpr int QB = Sh::QB, C = Sh::C;
-  for (int64_t q = 0; q < active; q += C * lanes<T>) {
-    int64_t r = 0;
-    for (; r + 4 <= width; r += 4) mix_tile<T, 4, C, QB>(a + r, lda, b + q, depth, to + r * QB + q);
-    if (r + 2 <= width) {
-      mix_tile<T, 2, C, QB>(a + r, lda, b + q, depth, to + r * QB + q);
-      r += 2;
-    }
-    if (r < width) mix_tile<T, 1, C, QB>(a + r, lda, b + q, depth, to + r * QB + q);
+template <class T, int C> CO_INLINE void mix_columns(const T* a, ptrdiff_t lda, int64_t width, const T* b, int64_t depth, T* to) {
+  constexpr int QB = Shape<T>::QB;
+  int64_t r = 0;
+  for (; r + 4 <= width; r += 4) mix_tile<T, 4, C, QB>(a + r, lda, b, depth, to + r * QB);
+  if (r + 2 <= width) {
+    mix_tile<T, 2, C, QB>(a + r, lda, b, depth, to + r * QB);
+    r += 2;
   }
+  if (r < width) mix_tile<T, 1, C, QB>(a + r, lda, b, depth, to + r * QB);
+}
+
+template <class T> void mix(const T* a, ptrdiff_t lda, int64_t width, const T* b, int64_t depth, int64_t active, T* to) {
+  constexpr int C = Shape<T>::C, L = Shape<T>::L;
+  int64_t q = 0;
+  for (; q + C * L <= active; q += C * L) mix_columns<T, C>(a, lda, width, b + q, depth, to + q);
+  for (; q < active; q += L) mix_columns<T, 1>(a, lda, width, b + q, depth, to + q);
 }
 
 }  // namespace

@@ -17,9 +17,7 @@
 #include "cpu_isa.h"
 #include "parallel.h"
 #include "position_groups.h"  // Buffer
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "tensors.h"
 
 namespace continuum_ops {
 namespace {
@@ -161,10 +159,13 @@ template <class T> class Problem {
       const int64_t begin = rb * ROW_BLOCK, end = std::min(begin + ROW_BLOCK, rows_now);
       const int64_t first = chunks * part / count * step, last = std::min(chunks * (part + 1) / count * step, points);
       // Heads inside: neighbours in memory are read one after the other.
+      const int64_t first_head = heads * group / groups, last_head = heads * (group + 1) / groups;
       for (int64_t at = first; at < last; at += step) {
-        for (int64_t h = heads * group / groups; h < heads * (group + 1) / groups; ++h) {
+        for (int64_t h = first_head; h < last_head; ++h) {
           T* c = parts.data.get() + part * elements + (i * heads + h) * head + begin * padded;
-          kernels.scores(a, s + i, h, p + begin, p + end, at, std::min(at + step, last), at > first, c, scratch);
+          const int64_t upto = std::min(at + step, last);
+          const PatchNext next = h + 1 < last_head ? PatchNext{h + 1, at, upto} : PatchNext{first_head, upto, std::min(upto + step, last)};
+          kernels.scores(a, s + i, h, p + begin, p + end, at, upto, at > first, c, next, scratch);
         }
       }
     });
@@ -226,10 +227,10 @@ template <class T> std::tuple<Tensor, Tensor, Tensor> forward(const Arguments& x
   const Problem<T> a(x);
   std::vector<int64_t> shape = shape_of(x.query);
   shape.back() = a.value.operand.channels;
-  Tensor out = torch::stable::new_empty(x.query, shape);
-  Tensor lse = torch::stable::new_empty(x.query, {a.batch, a.heads, a.rows}, a.acc);
+  Tensor out = new_tensor(shape, x.query.scalar_type());
+  Tensor lse = new_tensor({a.batch, a.heads, a.rows}, a.acc);
   shape = a.kept() ? std::vector<int64_t>{a.batch, a.heads, a.rows, a.keys} : std::vector<int64_t>{0};
-  Tensor probabilities = torch::stable::new_empty(x.query, shape, a.acc);
+  Tensor probabilities = new_tensor(shape, a.acc);
   const Patched to(out, out.mutable_data_ptr(), x.patch_size);
   T* kept = a.kept() ? static_cast<T*>(probabilities.mutable_data_ptr()) : nullptr;
   a.for_blocks([&](int64_t s, int64_t s_end, int64_t p, int64_t p_end) {
@@ -259,11 +260,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
   const T* lse = lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr;
   const Patched grad(grad_out, x.patch_size);
   const bool several = a.block < a.rows, nothing = a.rows == 0 || a.keys == 0;
-  auto none = [&] { return torch::stable::new_empty(x.query, {0}); };  // outputs must not share memory
+  auto none = [&] { return new_tensor({0}, x.query.scalar_type()); };  // outputs must not share memory
   // Sums over several blocks of queries are collected in the accumulation type.
   auto make = [&](bool need, const Tensor& like, ScalarType type) {
     if (!need) return none();
-    return nothing ? torch::stable::new_zeros(x.query, shape_of(like), type) : torch::stable::new_empty(x.query, shape_of(like), type);
+    return nothing ? torch::stable::new_zeros(x.query, shape_of(like), type) : new_tensor(shape_of(like), type);
   };
   const ScalarType type = x.query.scalar_type(), sums = several ? a.acc : type;
   Tensor grad_query = make(needs[0] || weights_grad, x.query, type);

@@ -27,6 +27,11 @@ struct PatchScores {
   bool hide;             // a weight is 0: what is not finite in columns does not meet rows of weight 0
 };
 
+// The points and the head that the next call of scores will read; no points if there is none.
+struct PatchNext {
+  int64_t head = 0, point_begin = 0, point_end = 0;
+};
+
 struct PatchMix {
   DType dtype;
   int64_t depth;         // patches of from
@@ -36,6 +41,7 @@ struct PatchMix {
   PatchOperand from, to;
   bool wide;             // `to` has the accumulation type, else from's
   bool add;              // to what is there
+  bool stream;           // past the caches: `to` is larger than they are
   bool hide;             // rows of from that are not finite count as 0
   PatchOperand from_weights;  // multiply from; data is null without
   // Multiply `to`, and the gradient of the weights: sum over heads and channels of (mixed before weights) . query.
@@ -65,7 +71,7 @@ struct PatchAttentionKernels {
   // Rows [row_begin, row_end), at most ROW_BLOCK, for the points [point_begin, point_end) of sample b and head h, written to c
   // (rows, padded), or added if asked.
   void (*scores)(const PatchScores&, int64_t b, int64_t h, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
-                 bool add, void* c, void* scratch);
+                 bool add, void* c, const PatchNext& next, void* scratch);
   void (*softmax)(DType, const PatchRows&, int64_t row_begin, int64_t row_end);
   void (*softmax_backward)(DType, const PatchRows&, int64_t row_begin, int64_t row_end);
   // Rows [row_begin, row_end), at most ROW_BLOCK, of the matrix, which are the patches row_offset + row of `to`.

@@ -13,6 +13,7 @@ constexpr int64_t DEPTH = 128;       // points x channels that are packed togeth
 constexpr int64_t SPACING = DEPTH + 16;  // of packed rows: no multiple of a page's fraction
 constexpr int64_t COLUMN_BLOCK = 192;
 constexpr int64_t MIX_DEPTH = 256;
+constexpr int64_t MIX_SPACING = MIX_DEPTH + 16;
 constexpr int64_t AHEAD = 10;  // patches whose points are fetched in advance: a patch is a short run in each of many pages
 constexpr double LOG2E = 1.4426950408889634074;
 
@@ -43,7 +44,7 @@ template <class T> size_t scores_scratch_of() {
   return size_t((ROW_BLOCK + P) * SPACING + round_up(COLUMN_BLOCK, P) * DEPTH) * sizeof(T) + 256;
 }
 template <class T> size_t mix_scratch_of() {
-  return size_t((MIX_DEPTH + ROW_BLOCK + 2) * panel_columns<T>() + ROW_BLOCK * DEPTH) * sizeof(T) + 384;
+  return size_t((MIX_DEPTH + ROW_BLOCK + 2) * panel_columns<T>() + ROW_BLOCK * (DEPTH + MIX_SPACING)) * sizeof(T) + 448;
 }
 
 // A few points and channels of a patch.
@@ -64,6 +65,30 @@ template <bool WRITE, class S> CO_INLINE void prefetch_point(const S* point, int
   const char *at = reinterpret_cast<const char*>(point), *end = reinterpret_cast<const char*>(point + channels);
   for (; at < end; at += 64) __builtin_prefetch(at, WRITE ? 1 : 0, 3);
 }
+
+// Asks for what the next call reads, a few points at a time while this one multiplies: all at once would wait for memory.
+template <class S> class Ahead {
+ public:
+  Ahead() = default;
+  // The points of patches [p, p_end).
+  Ahead(const PatchOperand& o, int64_t b, int64_t h, int64_t p, int64_t p_end, int64_t x_begin, int64_t x_end)
+      : patch_(o.patch), point_(o.point), from_(static_cast<const S*>(o.data) + b * o.batch + h * o.head), p_(p),
+        p_end_(o.channel == 1 && x_begin < x_end ? p_end : p), x_(x_begin), x_begin_(x_begin), x_end_(x_end), channels_(smaller(o.channels, DEPTH)) {}
+  int64_t left() const { return (p_end_ - p_) * (x_end_ - x_begin_); }
+  __attribute__((always_inline)) int64_t ask(int64_t count) {
+    for (; count > 0 && p_ < p_end_; --count) {
+      const char *at = reinterpret_cast<const char*>(from_ + patch_[p_] + point_[x_]), *end = at + channels_ * int64_t(sizeof(S));
+      for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);  // the first cache would not hold them
+      if (++x_ == x_end_) x_ = x_begin_, ++p_;
+    }
+    return count;
+  }
+
+ private:
+  const int64_t *patch_ = nullptr, *point_ = nullptr;
+  const S* from_ = nullptr;
+  int64_t p_ = 0, p_end_ = 0, x_ = 0, x_begin_ = 0, x_end_ = 0, channels_ = 0;
+};
 
 // Row p of a piece, widened, to[0 .. size): times weights (0 where the weight is, whatever stands there), and 0 at points that are not
 // finite if they are to be hidden; returns whether there was one.
@@ -163,10 +188,14 @@ CO_INLINE void score_tile(const T* rows, const T* panel, int64_t depth, bool add
   }
 }
 
-template <class T, int C> void score_panel(const T* rows, int64_t count, const T* panel, int64_t depth, bool add, T* c, int64_t ldc) {
+template <class T, int C, class F>
+CO_INLINE void score_panel(const T* rows, int64_t count, const T* panel, int64_t depth, bool add, T* c, int64_t ldc, F between) {
   constexpr int R = Tiles<T>::R;
   int64_t r = 0;
-  for (; r + R <= count; r += R) score_tile<T, R, C>(rows + r * SPACING, panel, depth, add, c + r * ldc, ldc);
+  for (; r + R <= count; r += R) {
+    score_tile<T, R, C>(rows + r * SPACING, panel, depth, add, c + r * ldc, ldc);
+    between();
+  }
   for (; r + 4 <= count; r += 4) score_tile<T, 4, C>(rows + r * SPACING, panel, depth, add, c + r * ldc, ldc);
   for (; r < count; ++r) score_tile<T, 1, C>(rows + r * SPACING, panel, depth, add, c + r * ldc, ldc);
 }
@@ -188,7 +217,7 @@ void mark_hidden(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, 
 
 template <class T, class S>
 void scores(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
-            bool add, T* c, void* scratch) {
+            bool add, T* c, const PatchNext& next, void* scratch) {
   constexpr int64_t P = Tiles<T>::PANEL, L = lanes<T>;
   Arena<T> arena{static_cast<char*>(scratch)};
   T* rows = arena.take(ROW_BLOCK * SPACING);
@@ -199,6 +228,11 @@ void scores(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64
     for (int64_t i = 0; !add && i < count * a.padded; ++i) c[i] = 0;
     return;
   }
+  Ahead<S> next_rows(a.row, b, next.head, row_begin, row_end, next.point_begin, next.point_end);
+  Ahead<S> next_columns(a.column, b, next.head, 0, a.keys, next.point_begin, next.point_end);
+  const int64_t tiles = larger<int64_t>(count / Tiles<T>::R, 1) * ((a.keys + P - 1) / P) * ((channels + DEPTH - 1) / DEPTH);
+  const int64_t share = (next_rows.left() + next_columns.left() + tiles - 1) / larger<int64_t>(tiles, 1);
+  auto between = [&] { next_columns.ask(next_rows.ask(share)); };
   for (int64_t x = point_begin; x < point_end; x += step) {
     for (int64_t channel = 0; channel < channels; channel += DEPTH) {
       const Piece at{x, smaller(x + step, point_end), channel, smaller(channel + DEPTH, channels)};
@@ -223,8 +257,8 @@ void scores(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64
         }
         for (int64_t j = block; j < end; j += P) {
           const T* panel = panels + (j - block) * DEPTH;
-          if (end - j > L) score_panel<T, 2>(rows, count, panel, depth, add, c + j, a.padded);
-          else score_panel<T, 1>(rows, count, panel, depth, add, c + j, a.padded);
+          if (end - j > L) score_panel<T, 2>(rows, count, panel, depth, add, c + j, a.padded, between);
+          else score_panel<T, 1>(rows, count, panel, depth, add, c + j, a.padded, between);
         }
         for (int64_t j = block; hidden && j < end; ++j) mark_hidden<T, S>(a, b, h, row_begin, row_end, j, at, c);
       }
@@ -300,17 +334,15 @@ template <class T> void softmax_backward(const PatchRows& a, int64_t row_begin, 
 
 // ---- mixing ------------------------------------------------------------------------------------------------------------
 template <class T, int R, int C>
-CO_INLINE void mix_tile(const T* matrix, int64_t ld, const T* panel, int64_t depth, bool add, T* to, int64_t ldt) {
+CO_INLINE void mix_tile(const T* rows, const T* panel, int64_t depth, bool add, T* to, int64_t ldt) {
   constexpr int64_t L = lanes<T>;
-  const T* rows[R];
   Vec<T> acc[R][C];
   CO_UNROLL
   for (int r = 0; r < R; ++r) {
-    rows[r] = matrix + r * ld;
     CO_UNROLL
     for (int i = 0; i < C; ++i) acc[r][i] = Vec<T>{};
   }
-  multiply_rows<T, R, C>(acc, rows, panel, Tiles<T>::PANEL, depth);
+  multiply_spaced_rows<T, R, C, int(MIX_SPACING)>(acc, rows, panel, Tiles<T>::PANEL, depth);
   CO_UNROLL
   for (int r = 0; r < R; ++r) {
     CO_UNROLL
@@ -321,13 +353,17 @@ CO_INLINE void mix_tile(const T* matrix, int64_t ld, const T* panel, int64_t dep
   }
 }
 
-template <class T, int C>
-void mix_panel(const T* matrix, int64_t ld, int64_t count, const T* panel, int64_t depth, bool add, T* to, int64_t ldt) {
+template <class T, int C, class F>
+CO_INLINE void mix_panel(const T* rows, int64_t count, const T* panel, int64_t depth, bool add, T* to, int64_t ldt, F between) {
   constexpr int R = Tiles<T>::R;
+  constexpr int64_t S = MIX_SPACING;
   int64_t r = 0;
-  for (; r + R <= count; r += R) mix_tile<T, R, C>(matrix + r * ld, ld, panel, depth, add, to + r * ldt, ldt);
-  for (; r + 4 <= count; r += 4) mix_tile<T, 4, C>(matrix + r * ld, ld, panel, depth, add, to + r * ldt, ldt);
-  for (; r < count; ++r) mix_tile<T, 1, C>(matrix + r * ld, ld, panel, depth, add, to + r * ldt, ldt);
+  for (; r + R <= count; r += R) {
+    mix_tile<T, R, C>(rows + r * S, panel, depth, add, to + r * ldt, ldt);
+    between();
+  }
+  for (; r + 4 <= count; r += 4) mix_tile<T, 4, C>(rows + r * S, panel, depth, add, to + r * ldt, ldt);
+  for (; r < count; ++r) mix_tile<T, 1, C>(rows + r * S, panel, depth, add, to + r * ldt, ldt);
 }
 
 template <class T, class D>
@@ -337,7 +373,7 @@ CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, int
   const int64_t channels = at.channels(), ahead = a.to.patch[smaller(p + AHEAD, last)] - a.to.patch[p];
   for (int64_t x = at.x_begin; x < at.x_end; ++x, from += channels) {
     D* point = to + a.to.point[x] + at.c_begin;  // contiguous channels
-    prefetch_point<true>(point + ahead, channels);
+    if (!a.stream) prefetch_point<true>(point + ahead, channels);
     const T w = weights ? weights[a.to_weights.point[x]] : T(1);
     if (w == T(0)) {
       for (int64_t c = 0; c < channels && !a.add; ++c) narrow(T(0), point + c);
@@ -346,7 +382,11 @@ CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, int
     } else if (sizeof(D) == sizeof(T) && channels % lanes<T> == 0) {
       T* same = reinterpret_cast<T*>(point);
       const Vec<T> factor = broadcast(w);
-      for (int64_t c = 0; c < channels; c += lanes<T>) store_unaligned(same + c, load_unaligned(from + c) * factor);
+      if (a.stream && reinterpret_cast<uintptr_t>(same) % 64 == 0 && channels * int64_t(sizeof(T)) % 64 == 0) {
+        for (int64_t c = 0; c < channels; c += lanes<T>) stream(same + c, load_unaligned(from + c) * factor);
+      } else {
+        for (int64_t c = 0; c < channels; c += lanes<T>) store_unaligned(same + c, load_unaligned(from + c) * factor);
+      }
     } else {
       for (int64_t c = 0; c < channels; ++c) narrow(from[c] * w, point + c);
     }
@@ -374,6 +414,7 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
   T* mixed = arena.take(ROW_BLOCK * width);
   T* row = arena.take(2 * width);
   T* weights_sum = arena.take(ROW_BLOCK * DEPTH);
+  T* rows = arena.take(ROW_BLOCK * MIX_SPACING);
   for (int64_t x = point_begin; x < point_end; x += step) {
     const int64_t x_end = smaller(x + step, point_end), points = x_end - x;
     if (a.weights_gradient.data) {
@@ -385,8 +426,14 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
         const Piece at{x, x_end, channel, smaller(channel + DEPTH, channels)};
         const int64_t columns = at.size(), padded = round_up(columns, P);
         for (int64_t i = columns; i < padded; ++i) row[i] = 0;
+        Ahead<S> next;  // head of these points
+        if (h + 1 < a.heads && channel == 0) next = Ahead<S>(a.from, b, h + 1, 0, a.depth, x, x_end);
+        const int64_t tiles = larger<int64_t>(count / Tiles<T>::R, 1) * (padded / P) * ((a.depth + MIX_DEPTH - 1) / MIX_DEPTH);
+        const int64_t share = (next.left() + tiles - 1) / larger<int64_t>(tiles, 1);
+        auto between = [&] { next.ask(share); };
         for (int64_t begin = 0; begin < a.depth; begin += MIX_DEPTH) {
           const int64_t depth = smaller(a.depth - begin, MIX_DEPTH);
+          for (int64_t r = 0; r < count; ++r) __builtin_memcpy(rows + r * MIX_SPACING, matrix + r * a.depth + begin, depth * sizeof(T));
           for (int64_t j = 0; j < depth; ++j) {
             load_row<T, S>(a.from, b, h, begin + j, a.depth - 1, at, weights_of<T>(a.from_weights, b, begin + j), a.from_weights.point, a.hide, row);
             for (int64_t i = 0; i < columns; i += P) {
@@ -397,8 +444,8 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
           }
           for (int64_t i = 0; i < columns; i += P) {
             const T* panel = panels + i * depth;
-            if (columns - i > L) mix_panel<T, 2>(matrix + begin, a.depth, count, panel, depth, begin > 0, mixed + i, width);
-            else mix_panel<T, 1>(matrix + begin, a.depth, count, panel, depth, begin > 0, mixed + i, width);
+            if (columns - i > L) mix_panel<T, 2>(rows, count, panel, depth, begin > 0, mixed + i, width, between);
+            else mix_panel<T, 1>(rows, count, panel, depth, begin > 0, mixed + i, width, between);
           }
         }
         if (a.depth == 0) {
@@ -423,6 +470,7 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
       }
     }
   }
+  if (a.stream) streamed();
 }
 
 // ---- by dtype ----------------------------------------------------------------------------------------------------------
@@ -441,10 +489,10 @@ size_t scores_scratch(DType t) { return t == DType::float64 ? scores_scratch_of<
 size_t mix_scratch(DType t) { return t == DType::float64 ? mix_scratch_of<double>() : mix_scratch_of<float>(); }
 
 void scores_any(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
-                bool add, void* c, void* scratch) {
+                bool add, void* c, const PatchNext& next, void* scratch) {
   by_dtype(a.dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;
-    scores<T, typename decltype(s)::type>(a, b, h, row_begin, row_end, point_begin, point_end, add, static_cast<T*>(c), scratch);
+    scores<T, typename decltype(s)::type>(a, b, h, row_begin, row_end, point_begin, point_end, add, static_cast<T*>(c), next, scratch);
   });
 }
 void softmax_any(DType t, const PatchRows& a, int64_t begin, int64_t end) {

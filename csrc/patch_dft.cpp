@@ -11,9 +11,7 @@
 
 #include "cpu_isa.h"
 #include "parallel.h"
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+#include "tensors.h"
 
 namespace continuum_ops {
 namespace {
@@ -43,7 +41,7 @@ Tensor analyze(const Tensor& u, const Tensor& tables, Sizes patches, Sizes point
   STD_TORCH_CHECK(u.dim() == p.d + 2, "u: (B, *grid, C)");
   for (int i = 0; i < p.d; ++i) STD_TORCH_CHECK(u.size(i + 1) == p.patches[i] * p.points[i], "u: a grid of patches * points");
   p.batch = u.size(0);
-  Tensor modes = torch::stable::new_empty(u, {p.modes(), 2, p.batch, p.patch_count(), p.channels});
+  Tensor modes = new_tensor({p.modes(), 2, p.batch, p.patch_count(), p.channels}, u.scalar_type());
   const int64_t tasks = p.batch * p.patch_count();
   const PatchTransformKernels& kernels = patch_dft_kernels();
   const void* from = u.const_data_ptr();
@@ -63,7 +61,7 @@ Tensor synthesize(const Tensor& modes, const Tensor& tables, Sizes patches, Size
   std::vector<int64_t> shape{p.batch};
   for (int i = 0; i < p.d; ++i) shape.push_back(p.patches[i] * p.points[i]);
   shape.push_back(p.channels);
-  Tensor grid = torch::stable::new_empty(modes, shape);
+  Tensor grid = new_tensor(shape, modes.scalar_type());
   const int64_t tasks = p.batch * p.patch_count();
   const PatchTransformKernels& kernels = patch_dft_kernels();
   const void* from = modes.const_data_ptr();

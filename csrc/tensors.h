@@ -6,6 +6,11 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -39,6 +44,21 @@ inline std::vector<int64_t> lead_offsets(const Tensor& t, int64_t trailing, cons
   return offsets;
 }
 
+inline int64_t element_size(ScalarType type) {
+  return type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2;
+}
+
+// Pages of 2 MiB for large new memory, where the system grants them on request: fresh pages of 4 KiB can cost as much time as what is
+// computed into them.
+inline void ask_for_large_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = uintptr_t(1) << 21;
+  if (bytes < int64_t(2 * page)) return;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(data), begin = (at + page - 1) / page * page, end = (at + uintptr_t(bytes)) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // refused: things stay as they are
+#endif
+}
+
 // A contiguous CPU tensor. torch::stable::new_empty looks its operator up by name, which costs more than a small problem.
 inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type) {
   std::vector<int64_t> strides(sizes.size());
@@ -51,7 +71,10 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type) {
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), dtype,
                                                          aoti_torch_device_type_cpu(), -1, &handle));
-  return Tensor(handle);
+  Tensor t(handle);
+  const int64_t bytes = t.numel() * element_size(type);
+  if (bytes > 0) ask_for_large_pages(t.mutable_data_ptr(), bytes);
+  return t;
 }
 
 // The data of t with other sizes and strides; the offset that the call takes is beyond t's own.
@@ -76,7 +99,7 @@ inline Tensor expanded(const Tensor& t, const std::vector<int64_t>& sizes) {
 
 // A contiguous CPU tensor of zeros, float or double.
 inline Tensor new_cleared(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
-  int64_t bytes = type == ScalarType::Double ? 8 : 4;
+  int64_t bytes = element_size(type);
   for (const int64_t s : sizes) bytes *= s;
   if (bytes > (int64_t(1) << 18)) return torch::stable::new_zeros(like, sizes, type);  // on all threads
   Tensor t = new_tensor(sizes, type);
