@@ -1,20 +1,31 @@
-"""Operator-learning data sets: functions of time (CA 6.1), Darcy flow (PiT A.3), Burgers (GT 5.1)."""
+"""Operator-learning data sets, each a function of its constants and a seed.
+
+Functions of time (CA 6.1), Darcy flow (PiT A.3), Burgers (GT 5.1), Kolmogorov flow (CA 6.2.3),
+vorticity (PiT A.4).
+"""
 
 from .burgers import BurgersData, burgers
 from .controlled_ode import controlled_ode
 from .darcy import DarcyFlow, darcy, solve_darcy
+from .functions import FunctionPairs
 from .lorenz63 import lorenz63
+from .navier_stokes import VorticityData, kolmogorov, solve_vorticity, vorticity
 from .trajectories import Trajectories, uneven_times, uniform_times
 
 __all__ = [
     "BurgersData",
     "DarcyFlow",
+    "FunctionPairs",
     "Trajectories",
+    "VorticityData",
     "burgers",
     "controlled_ode",
     "darcy",
+    "kolmogorov",
     "lorenz63",
     "solve_darcy",
+    "solve_vorticity",
     "uneven_times",
     "uniform_times",
+    "vorticity",
 ]
