@@ -1,13 +1,14 @@
 """Operator-learning data sets, each a function of its constants and a seed.
 
 Functions of time (CA 6.1), Darcy flow (PiT A.3), Burgers (GT 5.1), Kolmogorov flow (CA 6.2.3),
-vorticity (PiT A.4).
+vorticity (PiT A.4), inviscid Burgers (PiT A.1).
 """
 
 from .burgers import BurgersData, burgers
 from .controlled_ode import controlled_ode
 from .darcy import DarcyFlow, darcy, solve_darcy
 from .functions import FunctionPairs
+from .inviscid_burgers import inviscid_burgers
 from .lorenz63 import lorenz63
 from .navier_stokes import VorticityData, kolmogorov, solve_vorticity, vorticity
 from .trajectories import Trajectories, uneven_times, uniform_times
@@ -21,6 +22,7 @@ __all__ = [
     "burgers",
     "controlled_ode",
     "darcy",
+    "inviscid_burgers",
     "kolmogorov",
     "lorenz63",
     "solve_darcy",
