@@ -1,7 +1,7 @@
 """Operator-learning data sets, each a function of its constants and a seed.
 
 Functions of time (CA 6.1), Darcy flow (PiT A.3), Burgers (GT 5.1), Kolmogorov flow (CA 6.2.3),
-vorticity (PiT A.4), inviscid Burgers (PiT A.1).
+vorticity (PiT A.4), inviscid Burgers (PiT A.1), shock tubes (PiT A.2).
 """
 
 from .burgers import BurgersData, burgers
@@ -11,6 +11,7 @@ from .functions import FunctionPairs
 from .inviscid_burgers import inviscid_burgers
 from .lorenz63 import lorenz63
 from .navier_stokes import VorticityData, kolmogorov, solve_vorticity, vorticity
+from .shock_tube import shock_tube
 from .trajectories import Trajectories, uneven_times, uniform_times
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "inviscid_burgers",
     "kolmogorov",
     "lorenz63",
+    "shock_tube",
     "solve_darcy",
     "solve_vorticity",
     "uneven_times",
