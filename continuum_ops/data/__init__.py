@@ -1,6 +1,6 @@
 """Operator-learning data sets, each a function of its constants and a seed.
 
-Functions of time (CA 6.1), Darcy flow (PiT A.3), Burgers (GT 5.1), Kolmogorov flow (CA 6.2.3),
+Functions of time (CA 6.1), Darcy flow (PiT A.3, CA 6.2.2), Burgers (GT 5.1), Kolmogorov flow (CA 6.2.3),
 vorticity (PiT A.4), inviscid Burgers (PiT A.1), shock tubes (PiT A.2).
 """
 
