@@ -1,14 +1,16 @@
 """Operator-learning data sets, each a function of its constants and a seed.
 
 Functions of time (CA 6.1), Darcy flow (PiT A.3, CA 6.2.2), Burgers (GT 5.1), Kolmogorov flow (CA 6.2.3),
-vorticity (PiT A.4), inviscid Burgers (PiT A.1), shock tubes (PiT A.2).
+vorticity (PiT A.4), inviscid Burgers (PiT A.1), shock tubes (PiT A.2);
+a stand-in on scattered points for airfoils (PiT A.6).
 """
 
 from .burgers import BurgersData, burgers
 from .controlled_ode import controlled_ode
 from .darcy import DarcyFlow, darcy, solve_darcy
-from .functions import FunctionPairs
+from .functions import FunctionPairs, ScatteredPairs
 from .inviscid_burgers import inviscid_burgers
+from .joukowski import joukowski_airfoil
 from .lorenz63 import lorenz63
 from .navier_stokes import VorticityData, kolmogorov, solve_vorticity, vorticity
 from .shock_tube import shock_tube
@@ -18,12 +20,14 @@ __all__ = [
     "BurgersData",
     "DarcyFlow",
     "FunctionPairs",
+    "ScatteredPairs",
     "Trajectories",
     "VorticityData",
     "burgers",
     "controlled_ode",
     "darcy",
     "inviscid_burgers",
+    "joukowski_airfoil",
     "kolmogorov",
     "lorenz63",
     "shock_tube",

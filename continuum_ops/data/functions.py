@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ..mesh import Grid
+from ..mesh import Grid, PointCloud
 
 
 class FunctionPairs(NamedTuple):
@@ -22,6 +23,24 @@ class FunctionPairs(NamedTuple):
     grid: Grid
     input: Tensor
     target: Tensor
+
+
+class ScatteredPairs(NamedTuple):
+    """Target functions on scattered points that differ from sample to sample: the points are the input.
+
+    mesh: n meshes of N points, points (n, N, d) and weights (n, N), the areas that the points stand for.
+    target: (n, N, c), the target functions at the points.
+    """
+
+    mesh: PointCloud
+    target: Tensor
+
+    @classmethod
+    def of(
+        cls, points: np.ndarray, weights: np.ndarray, target: np.ndarray, dtype: torch.dtype
+    ) -> ScatteredPairs:
+        where, share, values = (torch.from_numpy(part).to(dtype) for part in (points, weights, target))
+        return cls(PointCloud(where, share), values)
 
 
 def sample_generator(seed: int, row: int) -> np.random.Generator:
