@@ -2,12 +2,13 @@
 
 Functions of time (CA 6.1), Darcy flow (PiT A.3, CA 6.2.2), Burgers (GT 5.1), Kolmogorov flow (CA 6.2.3),
 vorticity (PiT A.4), inviscid Burgers (PiT A.1), shock tubes (PiT A.2);
-a stand-in on scattered points for airfoils (PiT A.6).
+stand-ins on scattered points for elasticity and airfoils (PiT A.5, A.6).
 """
 
 from .burgers import BurgersData, burgers
 from .controlled_ode import controlled_ode
 from .darcy import DarcyFlow, darcy, solve_darcy
+from .elastic_cell import elastic_cell
 from .functions import FunctionPairs, ScatteredPairs
 from .inviscid_burgers import inviscid_burgers
 from .joukowski import joukowski_airfoil
@@ -26,6 +27,7 @@ __all__ = [
     "burgers",
     "controlled_ode",
     "darcy",
+    "elastic_cell",
     "inviscid_burgers",
     "joukowski_airfoil",
     "kolmogorov",
