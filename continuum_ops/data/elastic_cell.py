@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..quadrature import simplices
 from .functions import ScatteredPairs, sample_generator, with_progress
 from .trajectories import check_dtype, check_int, check_positive, check_real
 
@@ -84,8 +85,7 @@ def elastic_cell(
     places, weights, target = np.empty((n, points, 2)), np.empty((n, points)), np.empty((n, points, 3))
     for row in with_progress(range(n), progress, "elastic_cell"):
         places[row], cells = perforated_square(sample_generator(seed, start + row), points)
-        corners = places[row][cells]
-        weights[row] = np.bincount(cells.ravel(), np.repeat(_areas(corners) / 3, 3), points)
+        weights[row] = simplices(places[row], cells).numpy()
         displacement, stress = plane_strain(places[row], cells, traction=_pull, poisson=poisson)
         target[row] = np.concatenate([displacement, stress[:, None]], 1)
     return ScatteredPairs.of(places, weights, target, dtype)
@@ -202,8 +202,7 @@ def perforated_square(generator: np.random.Generator, points: int) -> tuple[np.n
         inner = _scatter(generator, rim, points - len(fixed), width / 2)
         vertices, cells = _smooth(fixed, inner, rim)
         # As large as the domain: no edge of the hole is missing, no triangle reaches into it.
-        corners = vertices[cells]
-        if abs(_areas(corners).sum() - domain) < 1e-9 and len(np.unique(cells)) == points:
+        if abs(_areas(vertices[cells]).sum() - domain) < 1e-9 and len(np.unique(cells)) == points:
             return vertices, cells
     raise RuntimeError(f"no valid mesh with {points} points was found in {ATTEMPTS} attempts")
 

@@ -125,9 +125,10 @@ def entropy_potential(initial: _Series, x: np.ndarray, T: float) -> np.ndarray:
     points = SEARCH * len(initial.wave)
     period = np.arange(points) / points
     values = initial.value(period)
-    # u is carried along characteristics, so y - x lies between -T max u0 and -T min u0.
-    low = math.floor((x.min() - T * values.max()) * points) - 2
-    high = math.ceil((x.max() - T * values.min()) * points) + 2
+    # y = x - T u, where u is within the range of u0 and, as u_x <= 1 / T, within 1 / T of its mean.
+    fastest, slowest = min(values.max(), initial.mean + 1 / T), max(values.min(), initial.mean - 1 / T)
+    low = math.floor((x.min() - T * fastest) * points) - 2
+    high = math.ceil((x.max() - T * slowest) * points) + 2
     index = np.arange(low, high + 1)
     y = index / points
     potential = initial.integral(period)[index % points] + initial.mean * (index // points)
