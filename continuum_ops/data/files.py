@@ -276,4 +276,4 @@ def _tensor(values: Any) -> Tensor | None:
         return values.contiguous()
     if values.dtype.kind not in "biufc":
         return None
-    return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
+    return torch.from_numpy(np.require(values, values.dtype.newbyteorder("="), ["C", "W"]))

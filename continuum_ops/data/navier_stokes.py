@@ -88,8 +88,8 @@ def kolmogorov(
         wave: m, >= 1 and below solver_resolution / 3.
         nu: viscosity, positive.
         sigma, tau, alpha: of the initial vorticity, positive, alpha > 1.
-        dt: longest time step. None: 1 / solver_resolution, stable up to |u| + |v| = 8; the default flow stays
-            below 6.
+        dt: longest time step. None: 1 / solver_resolution, stable up to |u| + |v| = 8; twelve samples of the
+            default flow reached 5.2.
         device: where the flow is computed, in float64. The CPU solves sample by sample, others 32 at a time.
         dtype: torch.float32 or torch.float64, of everything that is returned.
         progress: show a progress bar (tqdm) on stderr.
@@ -167,8 +167,8 @@ def vorticity(
         times: of the frames, increasing, >= 0; t = 0 gives the initial vorticity.
         nu: viscosity, positive.
         sigma, tau, alpha: of the initial vorticity, positive, alpha > 1.
-        dt: longest time step. None: 0.8 / solver_resolution, stable up to |u| + |v| = 1.6; the default flow
-            stays below 1.
+        dt: longest time step. None: 0.8 / solver_resolution, stable up to |u| + |v| = 1.6; twelve samples of
+            the default flow reached 0.85.
         device: where the flow is computed, in float64. The CPU solves sample by sample, others 32 at a time.
         dtype: torch.float32 or torch.float64, of everything that is returned.
         progress: show a progress bar (tqdm) on stderr.
