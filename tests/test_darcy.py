@@ -133,22 +133,57 @@ def test_seeds() -> None:
     assert not torch.equal(first.coefficient, co.data.darcy(3, 13, seed=2).coefficient)
 
 
-@pytest.mark.parametrize("constant_mode", [True, False])
-def test_the_covariance_of_the_field(constant_mode: bool) -> None:
-    """Means of products at a few points against the eigenfunction series of (-Laplace + 9)^-2."""
+@pytest.mark.parametrize(
+    ("constant_mode", "sigma", "tau"), [(True, 1.0, 3.0), (False, 1.0, 3.0), (False, 12.0, 6.0)]
+)
+def test_the_covariance_of_the_field(constant_mode: bool, sigma: float, tau: float) -> None:
+    """Means of products at a few points against the eigenfunction series of sigma^2 (-Laplace + tau^2)^-2."""
     x = np.array([0.0, 0.3, 0.85])
     generator = np.random.default_rng(0)
-    draws = np.stack([gaussian_field(generator, x, constant_mode=constant_mode) for _ in range(400)])
+    law = {"constant_mode": constant_mode, "sigma": sigma, "tau": tau}
+    draws = np.stack([gaussian_field(generator, x, **law) for _ in range(400)])
     flat = draws.reshape(len(draws), -1)
     k = np.arange(60)
     phi = np.where(k == 0, 1, np.sqrt(2)) * np.cos(np.pi * np.outer(x, k))
-    variance = (np.pi**2 * (k[:, None] ** 2 + k**2) + 9.0) ** -2
+    variance = (sigma / (np.pi**2 * (k[:, None] ** 2 + k**2) + tau**2)) ** 2
     if not constant_mode:
         variance[0, 0] = 0
     exact = np.einsum("ak,bl,kl,ck,dl->abcd", phi, phi, variance, phi, phi).reshape(9, 9)
     found = flat.T @ flat / len(flat)
     deviation = np.sqrt((np.outer(np.diag(exact), np.diag(exact)) + exact**2) / len(flat))
     assert (np.abs(found - exact) < 5 * deviation).all()
+
+
+def test_the_two_coefficients_of_continuum_attention() -> None:
+    """CA 6.2.2: exp(m) and the threshold of the same m, of mean 0; the first is of log deviation 0.5."""
+    law = {"seed": 8, "constant_mode": False, "sigma": 12.0, "tau": 6.0, "dtype": torch.float64}
+    lognormal = co.data.darcy(40, 22, coefficient="lognormal", **law)
+    piecewise = co.data.darcy(40, 22, **law)
+    m = lognormal.coefficient.log()
+    assert torch.equal(piecewise.coefficient, torch.where(m >= 0, 12.0, 3.0).double())
+    # The variance of m at a point, averaged over the square: the sum of the variances of the modes.
+    k = np.arange(256)
+    variance = (12.0 / (np.pi**2 * (k[:, None] ** 2 + k**2) + 36.0)) ** 2
+    variance[0, 0] = 0.0
+    w = lognormal.grid.weights
+    assert ((m[..., 0] ** 2) @ w).mean().item() == pytest.approx(variance.sum(), rel=0.1)
+    for data in (lognormal, piecewise):
+        a, u = (part[0].view(22, 22).numpy() for part in (data.coefficient, data.solution))
+        np.testing.assert_allclose(u, solve_darcy(a), rtol=1e-9)
+
+
+def test_a_lognormal_solution_converges() -> None:
+    """To the solution on a finer grid: the coefficient is continuous, where the piecewise one is not."""
+    law = {"seed": 9, "coefficient": "lognormal", "sigma": 12.0, "tau": 6.0, "dtype": torch.float64}
+    truth = co.data.darcy(1, 13, solver_resolution=385, **law).solution
+    errors = [
+        (co.data.darcy(1, 13, solver_resolution=n, **law).solution - truth).norm().item()
+        for n in (13, 25, 49, 97)
+    ]
+    orders = np.log2(np.array(errors[:-1]) / errors[1:])
+    # m has just short of one derivative: the order lies between those of a jump and of a smooth function.
+    assert (orders > 1.0).all() and (orders < 2.6).all(), orders
+    assert errors[-1] < 3e-3 * truth.norm()
 
 
 def test_without_the_constant_mode_the_field_has_mean_zero() -> None:
@@ -177,6 +212,21 @@ def test_without_the_constant_mode_the_field_has_mean_zero() -> None:
         ),
         (lambda: co.data.darcy(1, 13, seed=0, dtype=torch.float16), TypeError, "dtype must be torch.float32"),
         (lambda: co.data.darcy(1, 13, seed=0, constant_mode=1), TypeError, "constant_mode must be a bool"),
+        (
+            lambda: co.data.darcy(1, 13, seed=0, coefficient="normal"),
+            ValueError,
+            r"coefficient must be one of \('piecewise', 'lognormal'\), got 'normal'",
+        ),
+        (
+            lambda: co.data.darcy(1, 13, seed=0, sigma=0.0),
+            ValueError,
+            "sigma must be finite and positive, got 0.0",
+        ),
+        (
+            lambda: co.data.darcy(1, 13, seed=0, tau=-1.0),
+            ValueError,
+            "tau must be finite and positive, got -1.0",
+        ),
         (
             lambda: co.data.darcy(1, 13, seed=0).at(6),
             ValueError,

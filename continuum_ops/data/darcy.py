@@ -1,22 +1,23 @@
-"""Darcy flow on the unit square: random two-valued coefficients and their pressures (PiT section A.3)."""
+"""Darcy flow on the unit square: random coefficients and their pressures (PiT A.3, CA 6.2.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..mesh import Grid
+from .functions import with_progress
 from .trajectories import check_dtype, check_int, check_positive
 
 # Cosine modes per axis of the random field; their number fixes the field, whatever the grid. The modes beyond
 # hold 2e-5 of its variance.
 MODES = 256
 HIGH, LOW = 12.0, 3.0
+COEFFICIENTS = ("piecewise", "lognormal")
 _NEEDS_SCIPY = 'darcy needs scipy: pip install "continuum_ops[train]"'
 
 
@@ -71,22 +72,32 @@ def darcy(
     seed: int,
     solver_resolution: int | None = None,
     constant_mode: bool = True,
+    coefficient: Literal["piecewise", "lognormal"] = "piecewise",
+    sigma: float = 1.0,
+    tau: float = 3.0,
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
 ) -> DarcyFlow:
-    """n samples of Darcy flow with a random piecewise constant coefficient (PiT section A.3).
+    """n samples of Darcy flow with a random coefficient (PiT section A.3, CA section 6.2.2).
 
     ::
 
         -div(a grad u) = 1 in (0, 1)^2,   u = 0 on the boundary,
-        a = 12 where m >= 0, 3 where m < 0,   m ~ N(0, (-Laplace + 9 I)^-2), zero Neumann conditions.
+        piecewise: a = 12 where m >= 0, 3 where m < 0;   lognormal: a = exp(m),
+        m ~ N(0, sigma^2 (-Laplace + tau^2 I)^-2), zero Neumann conditions.
+
+    The defaults are PiT's: piecewise, sigma = 1 (of no effect there), tau = 3. Both variants of CA have a
+    field without its constant, ``constant_mode=False``, and 64 or 416 points an axis. Its third version
+    states the covariance as 12^2 (-Laplace + 6^2 I)^-2, as far as its text can be read, ``sigma=12, tau=6``;
+    its second as 48^2 (-Laplace + 12^2 I)^-2, ``sigma=48, tau=12``.
 
     m is drawn in the eigenfunctions of its covariance, cos(pi k x) cos(pi l y) for 0 <= k, l < 256
     (Karhunen-Loeve), so a sample's coefficient is one function, whatever grid it is asked for on; the
     solution is :func:`solve_darcy` on the grid of solver_resolution, read at the points of the grid.
 
-    The samples depend on seed, solver_resolution and constant_mode alone; the first m of n are those of a
-    call with n = m. The same arguments give the same bytes on one machine.
+    The samples depend on seed, solver_resolution, constant_mode, coefficient, sigma and tau alone; the first
+    m of n are those of a call with n = m, and the two kinds of coefficient share their m.
+    The same arguments give the same bytes on one machine.
 
     Args:
         n: number of samples, >= 1.
@@ -99,6 +110,8 @@ def darcy(
         constant_mode: keep the constant among the eigenfunctions, as the covariance says. The generator of
             the published data set leaves it out, so that in every sample m has mean 0 and each value takes
             about half of the square: False gives that distribution.
+        coefficient: "piecewise" or "lognormal".
+        sigma, tau: of the covariance of m, positive.
         dtype: torch.float32 or torch.float64, of everything that is returned. The computation is in float64.
         progress: show a progress bar (tqdm) on stderr.
 
@@ -119,32 +132,40 @@ def darcy(
     stride = _stride("resolution", resolution, fine, "solver_resolution")
     if not isinstance(constant_mode, bool):
         raise TypeError(f"constant_mode must be a bool, got {type(constant_mode).__name__}")
+    if coefficient not in COEFFICIENTS:
+        raise ValueError(f"coefficient must be one of {COEFFICIENTS}, got {coefficient!r}")
+    sigma, tau = check_positive("sigma", sigma), check_positive("tau", tau)
     dtype = check_dtype(dtype)
 
     generator = np.random.default_rng(seed)
-    coefficient = torch.empty(n, resolution**2, 1, dtype=dtype)
+    samples = torch.empty(n, resolution**2, 1, dtype=dtype)
     solution = torch.empty(n, resolution**2, 1, dtype=dtype)
-    for row in _with_progress(range(n), progress):
-        field = gaussian_field(generator, np.linspace(0, 1, fine), constant_mode=constant_mode)
-        a = np.where(field >= 0, HIGH, LOW)
+    x = np.linspace(0, 1, fine)
+    for row in with_progress(range(n), progress, "darcy"):
+        field = gaussian_field(generator, x, constant_mode=constant_mode, sigma=sigma, tau=tau)
+        a = np.exp(field) if coefficient == "lognormal" else np.where(field >= 0, HIGH, LOW)
         u = solve_darcy(a)
-        for samples, values in ((coefficient, a), (solution, u)):
+        for out, values in ((samples, a), (solution, u)):
             coarse = np.ascontiguousarray(values[::stride, ::stride])
-            samples[row, :, 0] = torch.from_numpy(coarse).flatten().to(dtype)
-    return DarcyFlow(coefficient, solution, _unit_square(resolution, dtype))
+            out[row, :, 0] = torch.from_numpy(coarse).flatten().to(dtype)
+    return DarcyFlow(samples, solution, _unit_square(resolution, dtype))
 
 
 def gaussian_field(
-    generator: np.random.Generator, x: np.ndarray, *, constant_mode: bool = True, shift: float = 9.0
+    generator: np.random.Generator,
+    x: np.ndarray,
+    *,
+    constant_mode: bool = True,
+    sigma: float = 1.0,
+    tau: float = 3.0,
 ) -> np.ndarray:
-    """One draw of N(0, (-Laplace + shift I)^-2) with zero Neumann conditions at (x_i, x_j): (N, N) float64.
+    """A draw of N(0, sigma^2 (-Laplace + tau^2)^-2), zero Neumann conditions, at (x_i, x_j): (N, N) float64.
 
-    sum_kl xi_kl phi_k(x) phi_l(y) / (pi^2 (k^2 + l^2) + shift) over 0 <= k, l < 256, xi ~ N(0, 1), with the
-    orthonormal phi_0 = 1, phi_k = sqrt(2) cos(pi k x). Takes 256^2 numbers from the generator.
+    sum_kl sigma xi_kl phi_k(x) phi_l(y) / (pi^2 (k^2 + l^2) + tau^2) over 0 <= k, l < 256, xi ~ N(0, 1), with
+    the orthonormal phi_0 = 1, phi_k = sqrt(2) cos(pi k x). Takes 256^2 numbers from the generator.
     """
-    check_positive("shift", shift)
     k = np.arange(MODES)
-    deviation = 1.0 / (np.pi**2 * (k[:, None] ** 2 + k**2) + shift)
+    deviation = sigma / (np.pi**2 * (k[:, None] ** 2 + k**2) + tau**2)
     if not constant_mode:
         deviation[0, 0] = 0.0
     basis = np.sqrt(np.where(k == 0, 1.0, 2.0)) * np.cos(np.pi * np.outer(x, k))
@@ -230,13 +251,3 @@ def _stride(name: str, coarse: int, fine: int, of: str = "this resolution") -> i
 
 def _unit_square(resolution: int, dtype: torch.dtype) -> Grid:
     return Grid.uniform((resolution, resolution)).to(dtype=dtype)
-
-
-def _with_progress(rows: range, progress: bool) -> Iterable[Any]:
-    if not progress:
-        return rows
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError('progress=True needs tqdm: pip install "continuum_ops[train]"') from error
-    return tqdm(rows, desc="darcy", unit="sample")

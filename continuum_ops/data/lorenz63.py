@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .functions import with_progress
 from .trajectories import Trajectories, check_dtype, check_int, check_positive, resolve_times
 
 SIGMA, RHO, BETA = 10.0, 28.0, 8.0 / 3.0
@@ -79,7 +80,7 @@ def lorenz63(
     states = torch.empty(n, 3, len(sample_times), dtype=dtype)
     # The solver wants increasing times without repeats.
     distinct, position = np.unique(sample_times.numpy(), return_inverse=True)
-    for block in _with_progress(range(blocks), progress):
+    for block in with_progress(range(blocks), progress, "lorenz63", "block"):
         rows = slice(block * BLOCK, min((block + 1) * BLOCK, n))
         solution = _integrate(initial[block * BLOCK : (block + 1) * BLOCK], distinct, T)
         states[rows] = torch.from_numpy(solution[: rows.stop - rows.start, :, position])
@@ -114,13 +115,3 @@ def _integrate(initial: np.ndarray, times: np.ndarray, T: float) -> np.ndarray:
     if not result.success:
         raise RuntimeError(f"the integration of Lorenz-63 failed: {result.message}")
     return result.y.reshape(3, len(initial), len(times)).transpose(1, 0, 2)
-
-
-def _with_progress(blocks: range, progress: bool) -> Iterable[int]:
-    if not progress:
-        return blocks
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError('progress=True needs tqdm: pip install "continuum_ops[train]"') from error
-    return tqdm(blocks, desc="lorenz63", unit="block")
