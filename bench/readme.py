@@ -3,8 +3,8 @@
     python bench/readme.py          # rewrites the blocks
     python bench/readme.py --check  # exit code 1 if README.md differs from its results
 
-A block stands between ``<!-- measured: FILE.json -->`` and ``<!-- end -->``; the "op" of the file says how it is
-rendered. ``FILE.json memory`` takes the peak memory of a benchmark.
+A block stands between ``<!-- measured: FILE.json -->`` and ``<!-- end -->``; the "op" of the file says how it
+is rendered. ``FILE.json memory`` takes the peak memory of a benchmark.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def machine(document: Document) -> str:
     text = f"{m['cpu']}, {isa}, {m['cores']} {'virtual ' if m['virtual'] else ''}cores, torch {m['torch']}"
     for threads, c in (document.get("ceilings") or {"threads": {}})["threads"].items():
         text += (
-            f"; {threads} threads reach {c['fma_gflops']:.0f} GFLOP/s FMA, {c['exp2_giga_per_s']:.1f} G exp2/s, "
-            f"torch.mm {c['blas_gflops']:.0f} GFLOP/s"
+            f"; {threads} threads reach {c['fma_gflops']:.0f} GFLOP/s FMA, "
+            f"{c['exp2_giga_per_s']:.1f} G exp2/s, torch.mm {c['blas_gflops']:.0f} GFLOP/s"
         )
     return f"{text}; commit {(m['commit'] or 'unknown').split()[0][:7]}."
 
@@ -117,7 +117,9 @@ def patches(document: Document) -> str:
             times = " / ".join(filter(None, map(time, cells[0])))
             grid = dict(case)["grid"]
             lines.append([grid, passes, times, share(cells[0][1]), *(both(*pair) for pair in cells[1:])])
-    return report.table(["grid", "pass", "ours, ms, default / kept", "of the ceiling (kept)", *names[1:]], lines)
+    return report.table(
+        ["grid", "pass", "ours, ms, default / kept", "of the ceiling (kept)", *names[1:]], lines
+    )
 
 
 def memory(document: Document) -> str:
@@ -206,7 +208,7 @@ def rewrite(text: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if something differs")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 on a difference")
     args = parser.parse_args(argv)
     path = ROOT / "README.md"
     before = path.read_text()

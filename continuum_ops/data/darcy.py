@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import Grid
-from .functions import with_progress
+from .functions import one_blas_thread, with_progress
 from .trajectories import check_dtype, check_int, check_positive
 
 # Cosine modes per axis of the random field; their number fixes the field, whatever the grid. The modes beyond
@@ -141,13 +141,14 @@ def darcy(
     samples = torch.empty(n, resolution**2, 1, dtype=dtype)
     solution = torch.empty(n, resolution**2, 1, dtype=dtype)
     x = np.linspace(0, 1, fine)
-    for row in with_progress(range(n), progress, "darcy"):
-        field = gaussian_field(generator, x, constant_mode=constant_mode, sigma=sigma, tau=tau)
-        a = np.exp(field) if coefficient == "lognormal" else np.where(field >= 0, HIGH, LOW)
-        u = solve_darcy(a)
-        for out, values in ((samples, a), (solution, u)):
-            coarse = np.ascontiguousarray(values[::stride, ::stride])
-            out[row, :, 0] = torch.from_numpy(coarse).flatten().to(dtype)
+    with one_blas_thread():
+        for row in with_progress(range(n), progress, "darcy"):
+            field = gaussian_field(generator, x, constant_mode=constant_mode, sigma=sigma, tau=tau)
+            a = np.exp(field) if coefficient == "lognormal" else np.where(field >= 0, HIGH, LOW)
+            u = solve_darcy(a)
+            for out, values in ((samples, a), (solution, u)):
+                coarse = np.ascontiguousarray(values[::stride, ::stride])
+                out[row, :, 0] = torch.from_numpy(coarse).flatten().to(dtype)
     return DarcyFlow(samples, solution, _unit_square(resolution, dtype))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,3 +57,12 @@ def with_progress(rows: Iterable[Any], progress: bool, name: str, unit: str = "s
     except ImportError as error:
         raise ImportError('progress=True needs tqdm: pip install "continuum_ops[train]"') from error
     return tqdm(rows, desc=name, unit=unit)
+
+
+def one_blas_thread() -> AbstractContextManager[Any]:
+    """For solvers on short vectors, where a second thread of BLAS waits longer than it works."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        return nullcontext()
+    return threadpool_limits(1, user_api="blas")
