@@ -1,6 +1,7 @@
 """Attention on functions: operators, quadrature, layers and models that respect the mesh.
 
-The core needs only torch and numpy; ``continuum_ops.nn``, ``.models`` and ``.data`` are imported on use.
+The core needs only torch and numpy; ``continuum_ops.nn``, ``.models``, ``.data`` and ``.distributed`` are
+imported on use.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = [
     "backends",
     "continuum_attention",
     "data",
+    "distributed",
     "fourier_attention",
     "galerkin_attention",
     "models",
@@ -36,7 +38,7 @@ __all__ = [
     "reference",
 ]
 
-_LAZY = ("data", "models", "nn", "reference")
+_LAZY = ("data", "distributed", "models", "nn", "reference")
 
 
 def __getattr__(name: str) -> ModuleType:

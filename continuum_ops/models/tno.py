@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from ..mesh import Mesh
 from ._checks import check_integer, check_tensor
 from .tno_layer import Activation, PointwiseNetwork, TNOEncoderLayer, resolve_activation
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+
+    from ..distributed import ShardedMesh
 
 
 class TNO(nn.Module):
@@ -139,10 +144,11 @@ class TNO(nn.Module):
     def forward(
         self,
         u: Tensor,
-        mesh: Mesh | Tensor,
+        mesh: Mesh | Tensor | ShardedMesh,
         initial: Tensor | None = None,
         *,
         weights: Tensor | Literal["mesh", "equal"] = "mesh",
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
         """Evaluate the operator on one function per batch entry.
 
@@ -157,15 +163,27 @@ class TNO(nn.Module):
             weights: "mesh", the weights of the mesh; "equal", the same weight for every point, to compare
                 with plain softmax attention; or a tensor (N,) or (B, N) of quadrature weights >= 0 in
                 place of the mesh's. Only their ratios matter.
+            group: the ranks that the mesh is spread over: u, mesh and weights are this rank's part, of N
+                points of its own, also none, and so is the output, which is that of the whole mesh on one
+                process. Not with initial_channels, nor with dropout in training. None: the group of a
+                `continuum_ops.distributed.ShardedMesh`; for any other mesh, this process has all of it.
 
         Returns:
             (B, N, out_channels), the output function at the same points.
 
         Raises:
-            ValueError: a shape, dtype or device that does not fit; initial missing, or not asked for.
+            ValueError: a shape, dtype or device that does not fit; initial missing, or not asked for; with a
+                group, initial_channels or dropout in training.
             TypeError: an argument of another type.
         """
         self._check_input(u, initial)
+        if not isinstance(mesh, (Mesh, Tensor)) and hasattr(mesh, "part"):
+            mesh, group = mesh.part, mesh.group if group is None else group
+        if group is not None and self.initial_channels:
+            raise ValueError(
+                "initial_channels must be 0 on a mesh that is spread over ranks, one of which has the "
+                f"initial point, was {self.initial_channels}"
+            )
         points, w = self._geometry(u, mesh, weights)
         inputs = torch.cat([u, points], dim=-1)
         if self.lift_initial is None or initial is None:
@@ -174,7 +192,7 @@ class TNO(nn.Module):
             first = torch.cat([u[:, :1], initial[:, None, :], points[:, :1]], dim=-1)
             v = torch.cat([self.lift_initial(first), self.lift(inputs[:, 1:])], dim=1)
         for layer in self.layers:
-            v = layer(v, weights=w)
+            v = layer(v, weights=w, group=group)
         if self.variant == "universal":
             v = torch.cat([v, points], dim=-1)
         return self.projection(v)
@@ -205,7 +223,7 @@ class TNO(nn.Module):
             raise ValueError("u must have at least one point where initial is given, was empty")
 
     def _geometry(
-        self, u: Tensor, mesh: Mesh | Tensor, weights: Tensor | Literal["mesh", "equal"]
+        self, u: Tensor, mesh: Mesh | Tensor | ShardedMesh, weights: Tensor | Literal["mesh", "equal"]
     ) -> tuple[Tensor, Tensor | None]:
         """Points (B, N, d) in the dtype of u and weights (N,), (B, N) or None in float32 or wider."""
         batch, n = u.shape[:2]

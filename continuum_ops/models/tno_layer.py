@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch.nn import functional as F
 
 from ..nn import TransformerEncoderLayer
 from ..nn.quadrature_context import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 Activation = Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
@@ -108,11 +112,12 @@ class TNOEncoderLayer(TransformerEncoderLayer):
         is_causal: bool = False,
         *,
         weights: Tensor | Mesh | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
         """src (B, N, d_model) -> (B, N, d_model); the other arguments as in the parent class."""
 
         def attention(v: Tensor) -> Tensor:
-            return self._sa_block(v, src_mask, src_key_padding_mask, is_causal, weights)
+            return self._sa_block(v, src_mask, src_key_padding_mask, is_causal, weights, group)
 
         v = src
         if self.norm_first:

@@ -84,6 +84,7 @@ class _Layer:
 
     forward: Any = MultiheadAttention.forward
     _check_inputs = MultiheadAttention._check_inputs
+    _check_sharded = MultiheadAttention._check_sharded
     _project = MultiheadAttention._project
     _split_heads = MultiheadAttention._split_heads
     _merge_heads = MultiheadAttention._merge_heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from ..ops.continuum_attention import continuum_attention
 from ._quadrature_blocks import Mesh, as_weights, current_weights
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -51,6 +55,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         *,
         weights: Tensor | Mesh | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from N queries to M keys.
 
@@ -72,6 +77,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 ``continuum_ops.nn.quadrature`` block of length M, else ones. Only ratios matter. A key with
                 w_j = 0 does not exist. The keys that ``add_bias_kv`` and ``add_zero_attn`` append get the
                 mean of the nonzero weights each.
+            group: the ranks that the points are spread over; query, key, value and weights are then this
+                rank's part, and the sum runs over the keys of all ranks
+                (:func:`continuum_ops.distributed.continuum_attention`). Without masks, ``need_weights``,
+                ``is_causal``, appended keys and dropout. None: this process has all keys.
 
         Returns:
             The output, of the shape of ``query``, and the probabilities w_j e^{s_ij} / sum_j w_j e^{s_ij}:
@@ -79,11 +88,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             ``need_weights``. M counts appended keys.
 
         Raises:
-            ValueError: a shape that does not fit, negative weights, or nested tensors.
+            ValueError: a shape that does not fit, negative weights, nested tensors, or with ``group`` what it
+                does not go with.
             TypeError: a mask that is neither bool nor floating point, weights that are not floating point.
         """
         batched = query.dim() == 3
         self._check_inputs(query, key, value)
+        if group is not None:
+            self._check_sharded(key_padding_mask, need_weights, attn_mask, is_causal)
         # Projections run in the layout of the input; only views of their results are rearranged.
         q, k, v = (self._split_heads(x, batched) for x in self._project(query, key, value))
         batch, _, num_queries, _ = q.shape
@@ -92,6 +104,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         w = current_weights(num_keys) if weights is None else as_weights(weights)
         if w is not None:
             w = self._canonical_weights(w, batch, num_keys, q)
+        if group is not None:
+            from ..distributed import continuum_attention as over_ranks
+
+            sharded = over_ranks(q, k, v, w, group)
+            assert isinstance(sharded, Tensor)
+            return self.out_proj(self._merge_heads(sharded, batched)), None
         mask = _canonical_attn_mask(attn_mask, batch, self.num_heads, num_queries, num_keys, q.dtype)
 
         if is_causal:
@@ -146,6 +164,21 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"key must have the batch size of query, {query.shape[batch_dim]}, got {key.shape[batch_dim]}"
             )
+
+    def _check_sharded(
+        self, key_padding_mask: Any, need_weights: bool, attn_mask: Any, is_causal: bool
+    ) -> None:
+        for name, given, must in (
+            ("key_padding_mask", key_padding_mask is not None, "None"),
+            ("attn_mask", attn_mask is not None, "None"),
+            ("need_weights", need_weights, "False"),
+            ("is_causal", is_causal, "False"),
+            ("add_bias_kv", self.bias_k is not None, "False"),
+            ("add_zero_attn", self.add_zero_attn, "False"),
+            ("dropout", self.training and self.dropout > 0.0, "0 in training"),
+        ):
+            if given:
+                raise ValueError(f"{name} must be {must} where group is given, it was not")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         bias = self.in_proj_bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from .multihead_attention import MultiheadAttention
 from .quadrature_context import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -65,6 +69,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
         *,
         weights: Tensor | Mesh | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
         """Pass ``src`` through the layer.
 
@@ -77,15 +82,16 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             is_causal: point i sees the points j <= i; ``src_mask`` is not read then.
             weights: quadrature weights of the points: (N,), (B, N), (B, nhead, N) or a mesh; see
                 :meth:`MultiheadAttention.forward`, also for the errors.
+            group: the ranks that the points are spread over, see there; None: this process has all points.
 
         Returns:
             A tensor of the shape of ``src``.
         """
         x = src
         if self.norm_first:
-            x = x + self._sa_block(self.norm1(x), src_mask, src_key_padding_mask, is_causal, weights)
+            x = x + self._sa_block(self.norm1(x), src_mask, src_key_padding_mask, is_causal, weights, group)
             return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + self._sa_block(x, src_mask, src_key_padding_mask, is_causal, weights))
+        x = self.norm1(x + self._sa_block(x, src_mask, src_key_padding_mask, is_causal, weights, group))
         return self.norm2(x + self._ff_block(x))
 
     def _sa_block(
@@ -95,6 +101,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         key_padding_mask: Tensor | None,
         is_causal: bool = False,
         weights: Tensor | Mesh | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
         out, _ = self.self_attn(
             x,
@@ -105,6 +112,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             attn_mask=attn_mask,
             is_causal=is_causal,
             weights=weights,
+            group=group,
         )
         return self.dropout1(out)
 
@@ -139,6 +147,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
         *,
         weights: Tensor | Mesh | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
         """Pass ``src`` through the layers in turn; arguments as in :meth:`TransformerEncoderLayer.forward`.
 
@@ -146,7 +155,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         ``mask``. The result is the same; ``is_causal=True`` is faster.
         """
         for layer in self.layers:
-            src = layer(src, mask, src_key_padding_mask, bool(is_causal), weights=weights)
+            src = layer(src, mask, src_key_padding_mask, bool(is_causal), weights=weights, group=group)
         return src if self.norm is None else self.norm(src)
 
 

@@ -1,0 +1,504 @@
+"""What the ranks of the tests of continuum_ops.distributed do: four processes, started once for all cases.
+
+Every case runs on all four and on two pairs, ranks 0, 1 and ranks 2, 3. A rank works with its part of the
+tensors and saves what it gets; the tests put the parts together and compare.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import helpers
+import patch_helpers
+import position_helpers
+import torch
+import torch.distributed as dist
+from helpers import draw, lse_dtype
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import continuum_ops as co
+
+RANKS = 4
+ring_module = importlib.import_module("continuum_ops.distributed.continuum_attention")
+attend_module = importlib.import_module("continuum_ops.distributed._attend")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    group: Any
+    rank: int
+    size: int
+
+    def part(self, x: Tensor | None, axis: int, sizes: dict[int, tuple[int, ...]]) -> Tensor | None:
+        """This rank's part of a tensor whose points are cut into `sizes`."""
+        if x is None:
+            return None
+        mine = sizes[self.size]
+        return x.narrow(axis, sum(mine[: self.rank]), mine[self.rank])
+
+
+# Parts longer and shorter than what the derivative of a block may treat as short, and empty ones.
+QUERIES = {2: (70, 3), 4: (70, 0, 1, 2)}
+KEYS = {2: (300, 13), 4: (5, 300, 0, 8)}
+NO_KEYS = {2: (0, 0), 4: (0, 0, 0, 0)}
+
+
+@dataclass(frozen=True)
+class Continuum:
+    name: str
+    weights: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float64
+    keys: dict[int, tuple[int, ...]] = field(default_factory=lambda: KEYS)
+    key_leads: tuple[int, ...] = (2, 2)
+    dead: slice | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    path: str = "kernel"
+
+    def tensors(self) -> list[Tensor | None]:
+        n, m = sum(QUERIES[2]), sum(self.keys[2])
+        q, k, v = (
+            draw((2, 2, n, 5), self.dtype, 0),
+            draw((*self.key_leads, m, 5), self.dtype, 1),
+            draw((2, 2, m, 3), self.dtype, 2),
+        )
+        if self.weights is None:
+            return [q, k, v, None]
+        w = draw((*self.weights, m), lse_dtype(self.dtype), 3, positive=True)
+        if self.dead is not None:
+            w[..., self.dead] = 0.0
+            k[..., self.dead, :] = math.nan
+            v[..., self.dead, :] = math.inf
+        return [q, k, v, w]
+
+    def cotangents(self) -> tuple[Tensor, Tensor]:
+        n = sum(QUERIES[2])
+        return draw((2, 2, n, 3), self.dtype, 4), draw((2, 2, n), lse_dtype(self.dtype), 5)
+
+    def run(self, at: Ranks) -> dict[str, Tensor]:
+        q, k, v, w = self.tensors()
+        g, g_lse = self.cotangents()
+        options: dict[str, Any] = {"group": at.group, "return_lse": True, **self.options}
+        if self.path == "replicated":
+            g, g_lse, options["query_replicated"] = g / at.size, g_lse / at.size, True
+        else:
+            q, g = (at.part(t, -2, QUERIES) for t in (q, g))
+            g_lse = at.part(g_lse, -1, QUERIES)
+        k, v = (at.part(t, -2, self.keys) for t in (k, v))
+        w = at.part(w, -1, self.keys)
+        known = ring_module._stats_are_known
+        if self.path == "blocks":
+            ring_module._stats_are_known = lambda *_: False
+        try:
+            return helpers.run(co.distributed.continuum_attention, [q, k, v, w], g, g_lse, **options)
+        finally:
+            ring_module._stats_are_known = known
+
+
+CONTINUUM = [
+    Continuum("plain"),
+    Continuum("weights", (), options={"scale": 0.7}),
+    Continuum("weights of heads, keys shared", (2,), key_leads=(1, 2)),
+    Continuum("dead keys", (), dead=slice(3, 40)),
+    # The parts of whole ranks: of two ranks the first one's, of four the first two's.
+    Continuum("dead ranks", (), dead=slice(0, 305)),
+    Continuum("all keys dead", (2,), dead=slice(None)),
+    Continuum("no keys", (), keys=NO_KEYS),
+    Continuum("float32", (), torch.float32),
+    Continuum("logits of 1e4", (), torch.float32, options={"scale": 2000.0}),
+    Continuum("bfloat16", (), torch.bfloat16),
+    Continuum("any backend", (), path="blocks"),
+    Continuum("any backend, bfloat16", None, torch.bfloat16, path="blocks"),
+    Continuum("replicated", (), path="replicated"),
+    Continuum("replicated, dead ranks", (), dead=slice(0, 305), path="replicated"),
+]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Galerkin and Fourier attention; the second derivative too: of the sum of squares of the first."""
+
+    name: str
+    weighted: bool
+
+    def tensors(self) -> list[Tensor | None]:
+        n, m = sum(QUERIES[2]), sum(KEYS[2])
+        q, k, v = (draw((2, length, 4), torch.float64, i) for i, length in enumerate((n, m, m)))
+        return [q, k, v, draw((m,), torch.float64, 3, positive=True) if self.weighted else None]
+
+    def run(self, at: Ranks) -> dict[str, Tensor]:
+        q, k, v, w = self.tensors()
+        g = at.part(draw(q.shape, torch.float64, 4), -2, QUERIES)
+        parts = [at.part(q, -2, QUERIES), at.part(k, -2, KEYS), at.part(v, -2, KEYS), at.part(w, -1, KEYS)]
+        leaves = [t.detach().requires_grad_() for t in parts if t is not None]
+        function = getattr(co.distributed, self.name)
+        out = function(*leaves, group=at.group)
+        grads = torch.autograd.grad(out, leaves, g, create_graph=True)
+        squares = sum((grad.square().sum() for grad in grads), torch.zeros(()))
+        second = torch.autograd.grad(squares, leaves)
+        names = ("query", "key", "value", "weights")
+        result = {"out": out.detach(), **dict(zip(names, (t.detach() for t in grads), strict=False))}
+        return result | {f"second {name}": t for name, t in zip(names, second, strict=False)}
+
+
+LINEAR = [
+    Linear("galerkin_attention", True),
+    Linear("galerkin_attention", False),
+    Linear("fourier_attention", True),
+]
+
+
+@dataclass(frozen=True)
+class Position:
+    name: str
+    weighted: bool = True
+    dtype: torch.dtype = torch.float64
+    rate: tuple[float, ...] = (3.0, 40.0)
+    radius: Any = None
+    period: tuple[float, ...] | None = None
+    per_sample: bool = False
+    replicated: bool = False
+
+    def tensors(self) -> list[Tensor | None]:
+        n, m = sum(QUERIES[2]), sum(KEYS[2])
+        rate = torch.tensor(self.rate, dtype=torch.float64)
+        x, y, v, rate = position_helpers.scene(
+            n, m, 2, rate=rate, dtype=self.dtype, per_sample=self.per_sample
+        )
+        # In the order of the first coordinate, so that parts are apart.
+        x, y = (t.gather(-2, t[..., :1].argsort(-2).expand(t.shape)) for t in (x, y))
+        w = draw((2, m) if self.per_sample else (m,), lse_dtype(self.dtype), 7, positive=True)
+        return [x, y, v, rate, w if self.weighted else None]
+
+    def reach(self) -> Any:
+        """The radius, a tensor of which is written (least, largest)."""
+        if not isinstance(self.radius, tuple):
+            return self.radius
+        return torch.linspace(*self.radius, sum(QUERIES[2]), dtype=lse_dtype(self.dtype))
+
+    def cotangents(self) -> tuple[Tensor, Tensor]:
+        n, heads = sum(QUERIES[2]), len(self.rate)
+        return draw((2, heads, n, 3), self.dtype, 3), draw((2, heads, n), lse_dtype(self.dtype), 4)
+
+    def run(self, at: Ranks) -> dict[str, Tensor]:
+        x, y, v, rate, w = self.tensors()
+        g, g_lse = self.cotangents()
+        radius = self.reach()
+        if self.replicated:
+            g, g_lse = g / at.size, g_lse / at.size
+        else:
+            x, g = (at.part(t, -2, QUERIES) for t in (x, g))
+            g_lse = at.part(g_lse, -1, QUERIES)
+            radius = at.part(radius, -1, QUERIES) if isinstance(radius, Tensor) else radius
+        y, v = (at.part(t, -2, KEYS) for t in (y, v))
+        w = at.part(w, -1, KEYS)
+        return position_helpers.run(
+            co.distributed.position_attention,
+            [x, y, v, rate, w],
+            g,
+            g_lse,
+            group=at.group,
+            return_lse=True,
+            radius=radius,
+            period=self.period,
+            query_replicated=self.replicated,
+        )
+
+
+POSITION = [
+    Position("global"),
+    Position("equal weights, float32", weighted=False, dtype=torch.float32),
+    Position("radius", radius=0.15),
+    Position("radius of each query", radius=(0.02, 0.4)),
+    Position("periodic", radius=0.2, period=(1.0, math.inf)),
+    Position("far ranks negligible", rate=(3000.0, 9000.0)),
+    Position("far ranks negligible, periodic", rate=(3000.0,), period=(1.1, 1.0), dtype=torch.float32),
+    Position("mesh of each sample", per_sample=True),
+    Position("replicated", replicated=True, radius=(0.02, 0.4)),
+]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Slabs of whole patches along the first axis; self attention and between two grids."""
+
+    name: str
+    grid: tuple[int, ...]
+    kgrid: tuple[int, ...]
+    patch: tuple[int, ...]
+    weights: str
+    slabs: dict[int, tuple[int, ...]]
+    key_slabs: dict[int, tuple[int, ...]]
+    dtype: torch.dtype = torch.float64
+    scale: float | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        return patch_helpers.scene(self.grid, self.kgrid, dv=2, dtype=self.dtype, weights=self.weights)
+
+    def run(self, at: Ranks) -> dict[str, Tensor]:
+        q, k, v, w = self.tensors()
+        g, g_lse = patch_helpers.cotangents(q, v, list(self.patch))
+        rows = {
+            size: tuple(n // self.patch[0] * math.prod(self.counts()[1:]) for n in slabs)
+            for size, slabs in self.slabs.items()
+        }
+        q, g = (at.part(t, 1, self.slabs) for t in (q, g))
+        k, v = (at.part(t, 1, self.key_slabs) for t in (k, v))
+        w = at.part(w, 0 if self.weights == "grid" else 1, self.slabs)
+        options = {"group": at.group, "return_lse": True, "scale": self.scale}
+
+        def function(q, k, v, w, sizes, **options):
+            return co.distributed.patch_attention(q, k, v, sizes, w, **options)
+
+        return patch_helpers.run(
+            function, [q, k, v, w], list(self.patch), g, at.part(g_lse, -1, rows), **options
+        )
+
+    def counts(self) -> list[int]:
+        return [n // size for n, size in zip(self.grid, self.patch, strict=True)]
+
+
+SLABS = {2: (9, 3), 4: (3, 6, 0, 3)}
+PATCH = [
+    Patch("plane", (12, 8), (12, 8), (3, 4), "none", SLABS, SLABS),
+    Patch("weights", (12, 8), (12, 8), (3, 4), "grid", SLABS, SLABS),
+    Patch("two grids", (12,), (6,), (3,), "batch", SLABS, {2: (0, 6), 4: (0, 0, 3, 3)}, scale=0.3),
+    Patch("float32", (12, 8), (12, 8), (3, 2), "none", SLABS, SLABS, torch.float32),
+]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+POINTS = 41
+SETTINGS = {"d_model": 8, "num_heads": 2, "num_layers": 2, "dim_feedforward": 12, "dtype": torch.float64}
+
+
+def tno() -> co.models.TNO:
+    torch.manual_seed(0)
+    return co.models.TNO(2, 1, 2, **SETTINGS)
+
+
+def cloud(points: int = POINTS) -> co.PointCloud:
+    return co.PointCloud(
+        position_helpers.points((points, 2), torch.float64), draw((points,), torch.float64, 8, positive=True)
+    )
+
+
+def samples(points: int = POINTS) -> tuple[Tensor, Tensor]:
+    return draw((2, points, 2), torch.float64, 9), draw((2, points, 1), torch.float64, 10)
+
+
+def squares(z: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return (w[:, None] * (z - y).square()).sum()
+
+
+def run_tno(at: Ranks, points: int = POINTS) -> dict[str, Any]:
+    """Output and gradients with a loss that every rank computes in full, under DDP on the same group."""
+    model = DistributedDataParallel(tno(), process_group=at.group)
+    mesh = co.distributed.shard(cloud(points), at.group)
+    u, y = (mesh.select(t) for t in samples(points))
+    z = model(u, mesh)
+    loss = co.distributed.all_reduce(squares(z, y, mesh.part.weights), at.group)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.module.named_parameters()}
+    return {
+        "out": co.distributed.gather(z.detach(), mesh),
+        "loss": loss.detach(),
+        "index": mesh.index,
+        "volume": co.distributed.all_reduce(mesh.part.weights.sum(), at.group),
+        **grads,
+    }
+
+
+def run_tno_small(at: Ranks) -> dict[str, Any]:
+    """Three points, so that of four ranks one has none."""
+    return run_tno(at, 3)
+
+
+def run_own_losses(at: Ranks) -> dict[str, Any]:
+    """Each rank's loss is that of its own points; gradients are added. A layer is checkpointed."""
+    model = tno()
+    mesh = co.distributed.shard(cloud(), at.group)
+    u, y = (mesh.select(t) for t in samples())
+    layer = model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    squares(model(u, mesh), y, getattr(mesh, "part", mesh).weights).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=at.group)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def run_gather(at: Ranks) -> dict[str, Any]:
+    """A field and back; the gradient of a gathered field, of which every rank takes another function."""
+    mesh = co.distributed.shard(cloud(), at.group)
+    u, _ = samples()
+    part = mesh.select(u).requires_grad_()
+    whole = co.distributed.gather(part, mesh)
+    (whole * (1.0 + at.rank)).square().sum().backward()
+    by_rows = co.distributed.gather(mesh.select(u.movedim(1, 0), 0), mesh, dim=0)
+    return {"whole": whole.detach(), "rows": by_rows, "gradient": part.grad, "index": mesh.index}
+
+
+def run_mesh_2d(whole: Ranks) -> dict[str, Any]:
+    """Samples over one dimension of a DeviceMesh, points over the other, one DDP over both."""
+    devices = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("samples", "points"))
+    model = DistributedDataParallel(tno())
+    mesh = co.distributed.shard(cloud(), devices["points"])
+    sample = devices.get_local_rank("samples")
+    u, y = (mesh.select(t[sample : sample + 1]) for t in samples())
+    loss = co.distributed.all_reduce(
+        squares(model(u, mesh), y, getattr(mesh, "part", mesh).weights), devices["points"]
+    )
+    loss.backward()
+    return {name: p.grad for name, p in model.module.named_parameters()}
+
+
+STEPS = 2
+
+
+def train(model, optimizer, u, y, mesh, group=None) -> list[float]:
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = squares(model(u, mesh), y, getattr(mesh, "part", mesh).weights)
+        if group is not None:
+            loss = co.distributed.all_reduce(loss, group)
+        loss.backward()
+        for parameter in model.parameters():
+            if group is not None:
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= dist.get_world_size(group)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run_resumed(pair: Ranks, whole: Ranks, folder: Path) -> dict[str, Any]:
+    """Two steps on two ranks, and from their checkpoint two more on four."""
+    losses, checkpoint_file = [], folder / f"checkpoint{whole.rank // 2}.pt"
+    for at in (pair, whole):
+        model = tno()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        if at is whole:
+            model_state, optimizer_state = torch.load(folder / "checkpoint0.pt", weights_only=True)
+            model.load_state_dict(model_state)
+            optimizer.load_state_dict(optimizer_state)
+        mesh = co.distributed.shard(cloud(), at.group)
+        u, y = (mesh.select(t) for t in samples())
+        losses += train(model, optimizer, u, y, mesh, at.group)
+        if at is pair and pair.rank == 0:
+            torch.save((model.state_dict(), optimizer.state_dict()), checkpoint_file)
+        dist.barrier()
+    return {"losses": torch.tensor(losses, dtype=torch.float64)}
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def qkv(rows: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [draw((1, rows, 4), dtype, seed).requires_grad_() for seed in range(3)]
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refusals(at: Ranks) -> dict[str, str]:
+    """Wrong arguments on the last rank, or arguments that differ: all ranks must raise, and go on."""
+    ring, last = co.distributed.continuum_attention, at.rank == at.size - 1
+    q, k, v = qkv()
+    w = torch.ones(3, dtype=torch.float64)
+    other = co.distributed.galerkin_attention if last else ring
+    single = [t.detach().float() if last else t.detach() for t in (q, k, v)]
+    cases: dict[str, Callable[[], Any]] = {
+        "shape": lambda: ring(q, k[..., :3] if last else k, v, group=at.group),
+        "value": lambda: ring(q, k, v, -w if last else w, at.group),
+        "dtype": lambda: ring(*single, group=at.group),
+        "weights": lambda: ring(q, k, v, None if last else w, at.group),
+        "scale": lambda: ring(q, k, v, group=at.group, scale=0.5 if last else None),
+        "gradient": lambda: ring(q.detach() if last else q, k, v, group=at.group),
+        "operator": lambda: other(q, k, v, group=at.group),
+        "mesh": lambda: co.distributed.shard(cloud(5 if last else 6), at.group),
+        "after": lambda: ring(q, k, v, group=at.group)[..., 0].sum().backward(),
+    }
+    return {name: message(call) for name, call in cases.items()}
+
+
+class Broken(ArithmeticError):
+    pass
+
+
+def raises_in_the_middle(at: Ranks) -> str:
+    """The last rank of a pair raises while it computes, and is caught; the other one waits in vain."""
+
+    def broken(*_: Any) -> None:
+        raise Broken("something else")
+
+    add = attend_module._Merged.add
+    if at.rank == at.size - 1:
+        attend_module._Merged.add = broken
+    try:
+        return message(lambda: co.distributed.continuum_attention(*qkv(), group=at.group).sum().backward())
+    finally:
+        attend_module._Merged.add = add
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    path = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
+    results: dict[tuple[str, str, int], Any] = {}
+
+    def keep(kind: str, name: str, size: int, call: Callable[[], Any]) -> None:
+        try:
+            results[kind, name, size] = call()
+        except Exception:
+            results[kind, name, size] = traceback.format_exc()
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    hurried = [dist.new_group(two, timeout=timedelta(seconds=2)) for two in ([0, 1], [2, 3])]
+    whole, pair = Ranks(dist.group.WORLD, rank, RANKS), Ranks(pairs[rank // 2], rank % 2, 2)
+    for at in (pair, whole):
+        for case in (*CONTINUUM, *POSITION, *PATCH):
+            keep(type(case).__name__, case.name, at.size, lambda case=case, at=at: case.run(at))
+        for case in LINEAR:
+            keep("Linear", f"{case.name} {case.weighted}", at.size, lambda case=case, at=at: case.run(at))
+        for function in (run_tno, run_tno_small, run_own_losses, run_gather, refusals):
+            keep(function.__name__, "", at.size, lambda function=function, at=at: function(at))
+    keep(
+        "again",
+        "",
+        4,
+        lambda: CONTINUUM[2].run(whole) | {"x" + k: v for k, v in POSITION[0].run(whole).items()},
+    )
+    keep("run_mesh_2d", "", 4, lambda: run_mesh_2d(whole))
+    keep("run_resumed", "", 4, lambda: run_resumed(pair, whole, path))
+    fast = Ranks(hurried[rank // 2], rank % 2, 2)
+    keep("raises", "", 2, lambda: raises_in_the_middle(fast))
+    out = co.distributed.continuum_attention(*qkv())
+    if rank == RANKS - 1:
+        torch.save(results, path / f"rank{rank}.pt")
+        os._exit(0)
+    keep("dies", "", 4, lambda: message(lambda: out.sum().backward()))
+    torch.save(results, path / f"rank{rank}.pt")
+    os._exit(0)  # without the farewells that a broken group would wait for

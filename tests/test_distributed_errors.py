@@ -1,0 +1,152 @@
+"""continuum_ops.distributed in a group of one rank: messages, autocast, torch.compile, layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import draw, exact
+
+import continuum_ops as co
+from continuum_ops import distributed as cd
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    store = tmp_path_factory.mktemp("alone") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def qkv(dtype=torch.float64):
+    return [draw((2, 7, 4), dtype, seed) for seed in range(3)]
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match=r"init_process_group must be called first"):
+        cd.continuum_attention(*qkv())
+
+
+@pytest.mark.usefixtures("alone")
+class TestArguments:
+    def test_group(self):
+        with pytest.raises(TypeError, match=r"group must be a ProcessGroup, a DeviceMesh or None, got str"):
+            cd.continuum_attention(*qkv(), group="world")
+        mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        with pytest.raises(ValueError, match=r"group must be a DeviceMesh of one dimension, got 2"):
+            cd.continuum_attention(*qkv(), group=mesh)
+        assert torch.equal(cd.continuum_attention(*qkv(), group=mesh["a"]), cd.continuum_attention(*qkv()))
+
+    def test_continuum_attention(self):
+        q, k, v = qkv()
+        with pytest.raises(ValueError, match=r"is_causal must be False, the parts of a mesh have no order"):
+            cd.continuum_attention(q, k, v, is_causal=True)
+        with pytest.raises(ValueError, match=r"weights must have an entry for each of the 7 rows of key"):
+            cd.continuum_attention(q, k, v, torch.ones(1))
+        with pytest.raises(ValueError, match=r"weights must be >= 0 and finite, got inf"):
+            cd.continuum_attention(q, k, v, torch.full((7,), torch.inf))
+        with pytest.raises(TypeError, match=r"query must be a Tensor, got list"):
+            cd.continuum_attention([1.0], k, v)
+
+    def test_the_other_operators(self):
+        q, k, v = qkv()
+        with pytest.raises(ValueError, match=r"distributed.galerkin_attention: key must have shape"):
+            cd.galerkin_attention(q, k[..., :2], v)
+        with pytest.raises(ValueError, match=r"distributed.fourier_attention: weights must be >= 0"):
+            cd.fourier_attention(q, k, v, torch.full((7,), -1.0))
+        x, rate = torch.rand(7, 2), torch.ones(2)
+        with pytest.raises(ValueError, match=r"rate must be >= 0 and not NaN, got a smallest value of -1.0"):
+            cd.position_attention(x, x, v.float(), -rate)
+        with pytest.raises(TypeError, match=r"query_pos must be a Tensor, got Grid; pass its .points"):
+            cd.position_attention(co.Grid.uniform((7,)), x, v.float(), rate)
+        with pytest.raises(ValueError, match=r"radius must be >= 0"):
+            cd.position_attention(x, x, v.float(), rate, radius=-torch.ones(7))
+        patches = torch.rand(1, 6, 2, 3)
+        with pytest.raises(ValueError, match=r"patch_size must divide the grid of query"):
+            cd.patch_attention(patches, patches, patches, 4)
+        with pytest.raises(TypeError, match=r"scale must be None or a number, got str"):
+            cd.patch_attention(patches, patches, patches, 3, scale="1")
+
+    def test_meshes(self):
+        mesh = cd.shard(co.Grid.uniform((3, 3)))
+        with pytest.raises(TypeError, match=r"mesh must be a whole mesh, got a ShardedMesh"):
+            cd.shard(mesh)
+        with pytest.raises(TypeError, match=r"mesh must be a ShardedMesh, got Grid"):
+            cd.gather(torch.rand(9, 1), co.Grid.uniform((3, 3)))
+        with pytest.raises(ValueError, match=r"field must have 9 points at dimension -2, got shape \(8, 1\)"):
+            cd.gather(torch.rand(8, 1), mesh)
+        with pytest.raises(ValueError, match=r"field must have 9 points at dimension 0, got shape \(8, 1\)"):
+            mesh.select(torch.rand(8, 1), 0)
+        with pytest.raises(TypeError, match=r"field must be a Tensor, got list"):
+            mesh.select([1.0])
+        pit = co.models.PiT(1, 1, 2, width=4, num_heads=1, num_layers=1)
+        with pytest.raises(TypeError, match=r"was ShardedMesh|got ShardedMesh"):
+            pit(torch.rand(1, 9, 1), mesh)
+        with pytest.raises(TypeError, match=r"a mesh with .weights, got ShardedMesh"), co.nn.quadrature(mesh):
+            pass
+        with pytest.raises(
+            TypeError, match=r"all_reduce: x must be a floating-point tensor, got torch.int64"
+        ):
+            cd.all_reduce(torch.arange(3))
+        single = mesh.to(dtype=torch.bfloat16)
+        assert single.part.points.dtype == torch.bfloat16 and single.part.weights.dtype == torch.float32
+        assert repr(mesh).startswith("ShardedMesh(9 of 9 points, rank 0 of 1")
+
+    def test_layers(self):
+        x = torch.rand(2, 5, 4)
+        layer = co.nn.MultiheadAttention(4, 2, batch_first=True)
+        world = dist.group.WORLD
+        for name, options in (
+            ("need_weights must be False", {}),
+            ("attn_mask must be None", {"need_weights": False, "attn_mask": torch.zeros(5, 5)}),
+            ("key_padding_mask must be None", {"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}),
+            ("is_causal must be False", {"need_weights": False, "is_causal": True}),
+        ):
+            with pytest.raises(ValueError, match=name):
+                layer(x, x, x, group=world, **options)
+        for name, options in (
+            ("add_bias_kv must be False", {"add_bias_kv": True}),
+            ("add_zero_attn must be False", {"add_zero_attn": True}),
+            ("dropout must be 0 in training", {"dropout": 0.1}),
+        ):
+            other = co.nn.MultiheadAttention(4, 2, batch_first=True, **options)
+            with pytest.raises(ValueError, match=name):
+                other(x, x, x, need_weights=False, group=world)
+        model = co.models.TNO(1, 1, 2, d_model=4, num_heads=2, num_layers=1, initial_channels=1)
+        mesh = cd.shard(co.Grid.uniform((3, 3), dtype=torch.float32))
+        with pytest.raises(
+            ValueError, match=r"initial_channels must be 0 on a mesh that is spread over ranks"
+        ):
+            model(torch.rand(2, 9, 1), mesh, torch.rand(2, 1))
+
+    def test_no_second_derivative(self):
+        q, k, v = (t.requires_grad_() for t in qkv())
+        (grad,) = torch.autograd.grad(cd.continuum_attention(q, k, v).square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"once_differentiable"):
+            grad.sum().backward()
+
+    def test_autocast(self):
+        q, k, v = qkv(torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outs = [cd.continuum_attention(q, k, v), cd.galerkin_attention(q, k, v)]
+        assert [out.dtype for out in outs] == [torch.bfloat16] * 2
+        true = exact(*(t.bfloat16() for t in (q, k, v)))["out"]
+        assert abs(outs[0].double().numpy() - true).max() <= 8 * 2**-8 * v.abs().max().item()
+
+    def test_encoder(self):
+        torch.manual_seed(0)
+        layer = co.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+        encoder = co.nn.TransformerEncoder(layer, 2)
+        x, w = draw((2, 5, 4), torch.float64), draw((5,), torch.float64, positive=True)
+        torch.testing.assert_close(
+            encoder(x, weights=w, group=dist.group.WORLD), encoder(x, weights=w), rtol=1e-12, atol=1e-12
+        )
+
+    def test_compile_does_not_look_inside(self):
+        def function(q, k, v):
+            return cd.continuum_attention(q.sin(), k, v).cos()
+
+        q, k, v = qkv()
+        compiled = torch.compile(function, backend="eager")
+        assert torch.equal(compiled(q, k, v), function(q, k, v))
