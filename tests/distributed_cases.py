@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from helpers import draw, lse_dtype
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -167,6 +168,7 @@ class Position:
     period: tuple[float, ...] | None = None
     per_sample: bool = False
     replicated: bool = False
+    clusters: bool = False
 
     def tensors(self) -> list[Tensor | None]:
         n, m = sum(QUERIES[2]), sum(KEYS[2])
@@ -176,8 +178,18 @@ class Position:
         )
         # In the order of the first coordinate, so that parts are apart.
         x, y = (t.gather(-2, t[..., :1].argsort(-2).expand(t.shape)) for t in (x, y))
+        if self.clusters:
+            for t in (x, y):
+                t[..., 0] += 3.0 * (4.0 * t[..., 0]).floor()
         w = draw((2, m) if self.per_sample else (m,), lse_dtype(self.dtype), 7, positive=True)
         return [x, y, v, rate, w if self.weighted else None]
+
+    def cuts(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """Parts of the queries and the keys: of four ranks a cluster each, of two two."""
+        if not self.clusters:
+            return QUERIES, KEYS
+        counts = [[int((t[..., 0] // 3.0 == i).sum()) for i in range(4)] for t in self.tensors()[:2]]
+        return tuple({2: (a + b, c + d), 4: (a, b, c, d)} for a, b, c, d in counts)
 
     def reach(self) -> Any:
         """The radius, a tensor of which is written (least, largest)."""
@@ -193,14 +205,15 @@ class Position:
         x, y, v, rate, w = self.tensors()
         g, g_lse = self.cotangents()
         radius = self.reach()
+        queries, keys = self.cuts()
         if self.replicated:
             g, g_lse = g / at.size, g_lse / at.size
         else:
-            x, g = (at.part(t, -2, QUERIES) for t in (x, g))
-            g_lse = at.part(g_lse, -1, QUERIES)
-            radius = at.part(radius, -1, QUERIES) if isinstance(radius, Tensor) else radius
-        y, v = (at.part(t, -2, KEYS) for t in (y, v))
-        w = at.part(w, -1, KEYS)
+            x, g = (at.part(t, -2, queries) for t in (x, g))
+            g_lse = at.part(g_lse, -1, queries)
+            radius = at.part(radius, -1, queries) if isinstance(radius, Tensor) else radius
+        y, v = (at.part(t, -2, keys) for t in (y, v))
+        w = at.part(w, -1, keys)
         return position_helpers.run(
             co.distributed.position_attention,
             [x, y, v, rate, w],
@@ -218,10 +231,15 @@ POSITION = [
     Position("global"),
     Position("equal weights, float32", weighted=False, dtype=torch.float32),
     Position("radius", radius=0.15),
+    Position("radius, clusters", radius=0.15, clusters=True),
+    Position("radius over clusters", radius=3.6, clusters=True),
     Position("radius of each query", radius=(0.02, 0.4)),
     Position("periodic", radius=0.2, period=(1.0, math.inf)),
-    Position("far ranks negligible", rate=(3000.0, 9000.0)),
-    Position("far ranks negligible, periodic", rate=(3000.0,), period=(1.1, 1.0), dtype=torch.float32),
+    Position("clusters", rate=(8.0, 20.0), clusters=True),
+    # The first cluster is as near to the last one as to the second.
+    Position("clusters, periodic", rate=(9.0,), period=(13.0, 1.0), dtype=torch.float32, clusters=True),
+    Position("clusters that reach each other", rate=(0.3, 20.0), clusters=True),
+    Position("one rate of 3000", rate=(3000.0,)),
     Position("mesh of each sample", per_sample=True),
     Position("replicated", replicated=True, radius=(0.02, 0.4)),
 ]
@@ -363,6 +381,18 @@ def run_mesh_2d(whole: Ranks) -> dict[str, Any]:
     return {name: p.grad for name, p in model.module.named_parameters()}
 
 
+def run_fsdp(whole: Ranks) -> dict[str, Any]:
+    """As before, parameters spread over the samples' dimension by FSDP, which takes the mean over both."""
+    devices = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("points", "samples"))
+    model = fully_shard(tno(), mesh=devices)
+    mesh = co.distributed.shard(cloud(), devices["points"])
+    sample = devices.get_local_rank("samples")
+    u, y = (mesh.select(t[sample : sample + 1]) for t in samples())
+    loss = co.distributed.all_reduce(squares(model(u, mesh), y, mesh.part.weights), devices["points"])
+    loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
 STEPS = 2
 
 
@@ -492,6 +522,7 @@ def worker(rank: int, folder: str) -> None:
         lambda: CONTINUUM[2].run(whole) | {"x" + k: v for k, v in POSITION[0].run(whole).items()},
     )
     keep("run_mesh_2d", "", 4, lambda: run_mesh_2d(whole))
+    keep("run_fsdp", "", 4, lambda: run_fsdp(whole))
     keep("run_resumed", "", 4, lambda: run_resumed(pair, whole, path))
     fast = Ranks(hurried[rank // 2], rank % 2, 2)
     keep("raises", "", 2, lambda: raises_in_the_middle(fast))

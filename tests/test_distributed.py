@@ -20,6 +20,7 @@ from distributed_cases import (
     POINTS,
     POSITION,
     RANKS,
+    Ranks,
     cloud,
     samples,
     squares,
@@ -188,6 +189,29 @@ def test_far_ranks_are_left_out():
     assert needs([place(0.0, keys=False), place(3.0)], [1e3]) == [[False, True], [False, True]]
 
 
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [("radius, clusters", 12), ("radius over clusters", 6), ("clusters", 12), ("clusters, periodic", 12)],
+)
+def test_the_cases_leave_ranks_out(name, left_out):
+    """So that the comparison above sees what is not sent: of the 12 pairs of ranks all, or the farther 6."""
+    case = next(case for case in POSITION if case.name == name)
+    x, y, _, _, w = case.tensors()
+    queries, keys = case.cuts()
+    places = [
+        position_module._Place.of(
+            at.part(x, -2, queries), at.part(y, -2, keys), at.part(w, -1, keys), case.radius
+        )
+        for at in (Ranks(None, rank, 4) for rank in range(4))
+    ]
+    needs = [
+        position_module._needs(a, b, places, case.rate, case.period, case.dtype)
+        for a in places
+        for b in places
+    ]
+    assert needs.count(False) == left_out
+
+
 @sizes
 @pytest.mark.parametrize(("kind", "points"), [("run_tno", POINTS), ("run_tno_small", 3)])
 def test_tno_equals_one_process(kind, points, size, saved):
@@ -203,7 +227,9 @@ def test_tno_equals_one_process(kind, points, size, saved):
             torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize(("kind", "factor"), [("run_own_losses", 1.0), ("run_mesh_2d", 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("run_own_losses", 1.0), ("run_mesh_2d", 0.5), ("run_fsdp", 0.5)]
+)
 def test_gradients_of_other_losses(kind, factor, saved):
     """Losses of own points and a checkpointed layer; the mean over samples that are spread too."""
     model, mesh, (u, y) = tno(), cloud(), samples()

@@ -33,6 +33,8 @@ class TestArguments:
     def test_group(self):
         with pytest.raises(TypeError, match=r"group must be a ProcessGroup, a DeviceMesh or None, got str"):
             cd.continuum_attention(*qkv(), group="world")
+        with pytest.raises(ValueError, match=r"group must contain this process"):
+            cd.continuum_attention(*qkv(), group=dist.GroupMember.NON_GROUP_MEMBER)
         mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
         with pytest.raises(ValueError, match=r"group must be a DeviceMesh of one dimension, got 2"):
             cd.continuum_attention(*qkv(), group=mesh)

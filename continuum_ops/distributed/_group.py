@@ -82,14 +82,13 @@ def link(op: str, group: Group) -> Link:
         group = group.get_group()
     elif group is None:
         group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{op}: group must contain this process, got one of other processes")
     if not isinstance(group, ProcessGroup):
         raise TypeError(
             f"{op}: group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}"
         )
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(f"{op}: group must contain this process, got one that does not")
-    return Link(op, group, rank, dist.get_world_size(group))
+    return Link(op, group, dist.get_rank(group), dist.get_world_size(group))
 
 
 def check_values(op: str, name: str, tensor: Tensor | None, finite: bool = True) -> None:

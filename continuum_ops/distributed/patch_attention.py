@@ -125,8 +125,9 @@ class _Patches(Reduced):
         return local[0].shape[:-1].numel() == 0 or block[0].shape[:-1].numel() == 0
 
     def attend(self, local: Block, block: Block) -> tuple[Tensor, Tensor]:
-        query, *weights = local
-        out, lse = one_process(query, *block, self.patch, *weights, scale=self.scale, return_lse=True)
+        query, weights = local[0], local[1] if len(local) > 1 else None
+        key, value = block
+        out, lse = one_process(query, key, value, self.patch, weights, scale=self.scale, return_lse=True)
         return out, lse
 
     def spread(self, rows: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class _Place(NamedTuple):
     ) -> _Place:
         mass = [float(key_pos.shape[-2])]
         if weights is not None:
-            mass = weights.detach().double().reshape(-1, weights.shape[-1]).sum(-1).tolist()
+            mass = weights.detach().double().sum(-1).reshape(-1).tolist()
         if isinstance(radius, Tensor):
             radius = radius.detach().double().amax().item() if radius.numel() else 0.0
         least, most = (min(mass), max(mass)) if mass else (0.0, 0.0)

@@ -178,7 +178,8 @@ class TNO(nn.Module):
         """
         self._check_input(u, initial)
         if not isinstance(mesh, (Mesh, Tensor)) and hasattr(mesh, "part"):
-            mesh, group = mesh.part, mesh.group if group is None else group
+            group = mesh.group if group is None else group
+            mesh = mesh.part
         if group is not None and self.initial_channels:
             raise ValueError(
                 "initial_channels must be 0 on a mesh that is spread over ranks, one of which has the "
