@@ -1,4 +1,4 @@
-"""Operators, meshes and models over 2 and 4 gloo ranks, against one process: see distributed_cases."""
+"""Operators, meshes and models over 2 and 4 gloo ranks, against one process: see distributed_worker."""
 
 from __future__ import annotations
 
@@ -12,22 +12,8 @@ import position_helpers
 import pytest
 import torch
 import torch.multiprocessing as mp
-from distributed_cases import (
-    CONTINUUM,
-    KEYS,
-    LINEAR,
-    PATCH,
-    POINTS,
-    POSITION,
-    RANKS,
-    Ranks,
-    cloud,
-    samples,
-    squares,
-    tno,
-    train,
-    worker,
-)
+from distributed_cases import CONTINUUM, KEYS, LINEAR, PATCH, POSITION, Ranks
+from distributed_worker import LATENT, POINTS, RANKS, cloud, pit, samples, squares, tno, train, worker
 from helpers import assert_results, draw
 
 import continuum_ops as co
@@ -223,6 +209,17 @@ def test_tno_equals_one_process(kind, points, size, saved):
         torch.testing.assert_close(rank["out"], z.detach(), rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(rank["loss"], loss.detach(), rtol=1e-12, atol=0)
         torch.testing.assert_close(rank["volume"], mesh.volume, rtol=1e-13, atol=0)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@sizes
+def test_pit_equals_one_process(size, saved):
+    model, mesh, outputs = pit(), cloud(), cloud(23)
+    z = model(samples()[0], mesh, outputs, latent_mesh=LATENT)
+    squares(z, samples(23)[1], outputs.weights).backward()
+    for rank in of_ranks(saved, "run_pit", "", size):
+        torch.testing.assert_close(rank["out"], z.detach(), rtol=1e-12, atol=1e-13)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 

@@ -115,12 +115,40 @@ class TestArguments:
             other = co.nn.MultiheadAttention(4, 2, batch_first=True, **options)
             with pytest.raises(ValueError, match=name):
                 other(x, x, x, need_weights=False, group=world)
+        position = co.nn.PositionAttention(4, 4, 2, quantile=0.5)
+        with pytest.raises(ValueError, match=r"radius must be given where group is, the quantile being"):
+            position(x, torch.rand(5, 2), group=world)
         model = co.models.TNO(1, 1, 2, d_model=4, num_heads=2, num_layers=1, initial_channels=1)
         mesh = cd.shard(co.Grid.uniform((3, 3), dtype=torch.float32))
         with pytest.raises(
             ValueError, match=r"initial_channels must be 0 on a mesh that is spread over ranks"
         ):
             model(torch.rand(2, 9, 1), mesh, torch.rand(2, 1))
+
+    def test_pit(self):
+        grid = co.Grid.uniform((3, 3), dtype=torch.float32)
+        mesh, other = cd.shard(grid), cd.shard(co.Grid.uniform((2, 3), dtype=torch.float32))
+        options = {"width": 4, "num_heads": 1, "num_layers": 1}
+        without = co.models.PiT(1, 1, 2, **options).geometry(grid)
+        with pytest.raises(ValueError, match=r"geometry must have a latent mesh of its own"):
+            without.shard(mesh)
+        model = co.models.PiT(1, 1, 2, **options, latent=(2, 2), decoder_layers=1)
+        geometry = model.geometry(grid)
+        with pytest.raises(ValueError, match=r"^mesh must be the one of the geometry with 9 points, had 6"):
+            geometry.shard(other)
+        with pytest.raises(ValueError, match=r"output_mesh must be the one of the geometry with 9 points"):
+            geometry.shard(mesh, other)
+        with pytest.raises(ValueError, match=r"decoder_layers must be 0 for a mesh that is spread .* was 1"):
+            model(torch.rand(2, 9, 1), geometry.shard(mesh))
+
+    def test_position_layer(self):
+        torch.manual_seed(0)
+        layer = co.nn.PositionAttention(4, 4, 2, dtype=torch.float64)
+        value, grid = draw((2, 12, 4), torch.float64), co.Grid.uniform((3, 4))
+        for mesh in (grid, co.PointCloud(grid.points, grid.weights)):
+            torch.testing.assert_close(
+                layer(value, mesh, group=dist.group.WORLD), layer(value, mesh), rtol=1e-12, atol=1e-12
+            )
 
     def test_no_second_derivative(self):
         q, k, v = (t.requires_grad_() for t in qkv())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from .pit_latent import farthest_point_mesh, pool_mesh
 from .pit_layer import MeshPair, PiTBlock, SelfAttention, Weights, attend
 from .tno_layer import PointwiseNetwork
 
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
+
 Attention = Literal["position", "self-position", "self-a", "self-b"]
 _ATTENTION = ("position", "self-position", "self-a", "self-b")
 # Geometries kept by a model: training and test resolutions of a study, and a few more.
@@ -31,6 +34,49 @@ class PiTGeometry(NamedTuple):
     processor: MeshPair
     decoder: MeshPair
     output: MeshPair
+
+    def shard(self, mesh: ShardedMesh, output_mesh: ShardedMesh | None = None) -> PiTGeometry:
+        """This rank's part, for a model whose input and output meshes are spread over ranks.
+
+        ::
+
+            geometry = model.geometry(mesh)                        # of the whole mesh, on every rank
+            parts = continuum_ops.distributed.shard(mesh)
+            z = model(parts.select(u), geometry.shard(parts))      # at the points of this rank's part
+
+        The latent mesh stays whole on every rank: the encoder adds up the ranks' parts of its integrals, by
+        all-reduces of the latent mesh's size, the processor is computed by all ranks, the decoder sends
+        nothing.
+
+        Args:
+            mesh: the input mesh of the geometry, spread over ranks.
+            output_mesh: its output mesh likewise, over the same ranks; None: the input mesh.
+
+        Raises:
+            ValueError: another number of points; a geometry without a latent mesh of its own.
+        """
+        output_mesh = mesh if output_mesh is None else output_mesh
+        if self.encoder.query is self.encoder.key:
+            raise ValueError(
+                "geometry must have a latent mesh of its own to be spread over ranks; this one works on the "
+                "input mesh"
+            )
+
+        def part(name: str, spread: ShardedMesh, whole: Mesh | Tensor) -> Mesh:
+            points = _points(whole)
+            if points.shape[-2] != spread.total:
+                raise ValueError(
+                    f"{name} must be the one of the geometry with {points.shape[-2]} points, "
+                    f"had {spread.total}"
+                )
+            return spread.to(dtype=points.dtype).part
+
+        encoder = self.encoder._replace(key=part("mesh", mesh, self.encoder.key), group=mesh.group)
+        outputs, radius = part("output_mesh", output_mesh, self.decoder.query), self.decoder.radius
+        if radius is not None:
+            radius = output_mesh.select(radius, -1)
+        decoder = self.decoder._replace(query=outputs, radius=radius)
+        return PiTGeometry(encoder, self.processor, decoder, self.output)
 
 
 class PiT(nn.Module):
@@ -209,7 +255,8 @@ class PiT(nn.Module):
             mesh: a `Grid`, a `PointCloud` or another `Mesh` on the device of u, with points (N, d) or
                 (B, N, d), one mesh per sample; or the points alone, (N,) too if d = 1, whose weights are
                 then equal, or those of an enclosing `continuum_ops.nn.quadrature`. Between Grids attention
-                works axis by axis. Or a geometry of :meth:`geometry`.
+                works axis by axis. Or a geometry of :meth:`geometry`, also a part of one
+                (`PiTGeometry.shard`): u and the result are then at this rank's points.
             output_mesh: where the output function is asked for, likewise; None: the input mesh.
             latent_mesh: likewise; None: as ``latent`` of the constructor says.
             weights: "mesh", quadrature weights of each mesh; "equal", the paper's sums over points.
@@ -228,6 +275,11 @@ class PiT(nn.Module):
             if output_mesh is not None or latent_mesh is not None:
                 raise ValueError("output_mesh and latent_mesh must be None where mesh is a PiTGeometry")
             geometry = mesh
+            if geometry.encoder.group is not None and len(self.decoder_layers):
+                raise ValueError(
+                    "decoder_layers must be 0 for a mesh that is spread over ranks, "
+                    f"was {len(self.decoder_layers)}"
+                )
         else:
             geometry = self.geometry(mesh, output_mesh, latent_mesh)
         points = _points(geometry.encoder.key)

@@ -21,13 +21,15 @@ class MeshPair(NamedTuple):
     """The meshes between which an attention layer works.
 
     query, key: meshes or tensors of points. radius: (N,) or (B, N), that of a local layer; None: global.
-    period: lengths of the domain, or None where no axis is periodic.
+    period: lengths of the domain, or None where no axis is periodic. group: the ranks that the keys are
+    spread over, the queries being the same on all; None: this process has all keys.
     """
 
     query: Mesh | Tensor
     key: Mesh | Tensor
     radius: Tensor | None
     period: tuple[float, ...] | None
+    group: Any = None
 
 
 class SelfAttention(nn.Module):
@@ -92,7 +94,16 @@ def attend(
     """Apply an attention layer of either kind between two meshes."""
     if isinstance(attention, SelfAttention):
         return attention(u, pair, weights)
-    return attention(u, pair.query, pair.key, weights=weights, radius=pair.radius, period=pair.period)
+    return attention(
+        u,
+        pair.query,
+        pair.key,
+        weights=weights,
+        radius=pair.radius,
+        period=pair.period,
+        group=pair.group,
+        query_replicated=pair.group is not None,
+    )
 
 
 class PiTBlock(nn.Module):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..mesh import Grid, Mesh
+from ..mesh import Grid, Mesh, product_weights
 from ..ops.position_attention import position_attention
 from ..ops.quantile_radius import quantile_radius
 from .quadrature_context import current_weights
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 RateFunction = Literal["tan_clamped", "tan_sin", "square"]
 Weights = Tensor | Literal["mesh", "equal"]
@@ -138,6 +141,8 @@ class PositionAttention(nn.Module):
         weights: Weights = "mesh",
         radius: Tensor | float | None = None,
         period: Sequence[float] | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
+        query_replicated: bool = False,
     ) -> Tensor:
         """Carry functions from the mesh of the keys to that of the queries.
 
@@ -153,6 +158,10 @@ class PositionAttention(nn.Module):
                 meshes stay the same, since the quantile's is computed in every call.
             period: length of the domain along each axis, inf where it is not periodic; None: what the Grids
                 say, else not periodic.
+            group: the ranks that the points are spread over; value and the points are then this rank's part
+                (:func:`continuum_ops.distributed.position_attention`), and the radius has to be given where
+                the layer has a quantile, which is one of all keys. None: this process has all points.
+            query_replicated: with group, the points x are the same on all ranks, and so is the result.
 
         Returns:
             (B, N, out_features).
@@ -173,13 +182,34 @@ class PositionAttention(nn.Module):
         if period is None:
             period = mesh_period(query_pos, key_pos)
         if radius is None and self.quantile is not None:
+            if group is not None:
+                raise ValueError(
+                    "radius must be given where group is, the quantile being one of the keys of all ranks"
+                )
             radius = quantile_radius(x, y, self.quantile, period=period)
         w = _key_weights(weights, query_pos, key_pos, points)
         if self.value_proj is None:
             v = value
         else:
             v = self.value_proj(value).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        out = position_attention(x, y, v, self.rate, w, radius=radius, period=period)
+        if group is None:
+            out = position_attention(x, y, v, self.rate, w, radius=radius, period=period)
+        else:
+            from ..distributed import position_attention as over_ranks
+
+            x, y = (p.points if isinstance(p, Grid) else p for p in (x, y))
+            w = product_weights(w) if isinstance(w, tuple) else w
+            out = over_ranks(
+                x,
+                y,
+                v,
+                self.rate,
+                w,
+                group,
+                radius=radius,
+                period=period,
+                query_replicated=query_replicated,
+            )
         assert isinstance(out, Tensor)
         return out.transpose(1, 2).flatten(2)
 
