@@ -151,6 +151,30 @@ def run_pit(at: Ranks) -> dict[str, Any]:
     return {"out": co.distributed.gather(z.detach(), outputs), **grads}
 
 
+KINDS = ("galerkin", "fourier", "softmax")
+
+
+def galerkin_layer(kind: str) -> co.nn.GalerkinEncoderLayer:
+    torch.manual_seed(0)
+    options = {"attention_type": kind, "coord_dim": 2, "eta": 1.0, "dtype": torch.float64}
+    return co.nn.GalerkinEncoderLayer(6, 2, **options)
+
+
+def run_galerkin_layers(at: Ranks) -> dict[str, Any]:
+    """With the mesh's weights, and without; losses of own points."""
+    mesh = co.distributed.shard(cloud(), at.group)
+    v = mesh.select(draw((2, POINTS, 6), torch.float64, 11)).requires_grad_()
+    results = {}
+    for kind in KINDS:
+        for weights in (mesh.part.weights, None):
+            layer = galerkin_layer(kind)
+            out = layer(v, mesh.part.points, weights=weights, group=at.group)
+            (grad,) = torch.autograd.grad(out.square().sum(), v)
+            name = f"{kind} {weights is not None}"
+            results[name] = co.distributed.gather(torch.cat([out.detach(), grad], -1), mesh)
+    return results
+
+
 STEPS = 2
 
 
@@ -245,6 +269,17 @@ def raises_in_the_middle(at: Ranks) -> str:
         attend_module._Merged.add = add
 
 
+ON_BOTH: tuple[Callable[[Ranks], Any], ...] = (
+    run_tno,
+    run_tno_small,
+    run_own_losses,
+    run_pit,
+    run_galerkin_layers,
+    run_gather,
+    refusals,
+)
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     path = Path(folder)
@@ -271,7 +306,7 @@ def worker(rank: int, folder: str) -> None:
             keep(type(case).__name__, case.name, at.size, lambda case=case, at=at: case.run(at))
         for case in LINEAR:
             keep("Linear", f"{case.name} {case.weighted}", at.size, lambda case=case, at=at: case.run(at))
-        for function in (run_tno, run_tno_small, run_own_losses, run_pit, run_gather, refusals):
+        for function in ON_BOTH:
             keep(function.__name__, "", at.size, lambda function=function, at=at: function(at))
     keep(
         "again",

@@ -13,7 +13,20 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from distributed_cases import CONTINUUM, KEYS, LINEAR, PATCH, POSITION, Ranks
-from distributed_worker import LATENT, POINTS, RANKS, cloud, pit, samples, squares, tno, train, worker
+from distributed_worker import (
+    KINDS,
+    LATENT,
+    POINTS,
+    RANKS,
+    cloud,
+    galerkin_layer,
+    pit,
+    samples,
+    squares,
+    tno,
+    train,
+    worker,
+)
 from helpers import assert_results, draw
 
 import continuum_ops as co
@@ -211,6 +224,18 @@ def test_tno_equals_one_process(kind, points, size, saved):
         torch.testing.assert_close(rank["volume"], mesh.volume, rtol=1e-13, atol=0)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@sizes
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_galerkin_layers_equal_one_process(kind, weighted, size, saved):
+    mesh, v = cloud(), draw((2, POINTS, 6), torch.float64, 11).requires_grad_()
+    out = galerkin_layer(kind)(v, mesh.points, weights=mesh.weights if weighted else None)
+    (grad,) = torch.autograd.grad(out.square().sum(), v)
+    for rank in of_ranks(saved, "run_galerkin_layers", "", size):
+        true = torch.cat([out.detach(), grad], -1)
+        torch.testing.assert_close(rank[f"{kind} {weighted}"], true, rtol=1e-11, atol=1e-12)
 
 
 @sizes

@@ -118,6 +118,10 @@ class TestArguments:
         position = co.nn.PositionAttention(4, 4, 2, quantile=0.5)
         with pytest.raises(ValueError, match=r"radius must be given where group is, the quantile being"):
             position(x, torch.rand(5, 2), group=world)
+        with pytest.raises(ValueError, match=r'attention_type must not be "linear" where group is given'):
+            co.nn.GalerkinAttention(4, 2, attention_type="linear")(x, group=world)
+        with pytest.raises(ValueError, match=r"dropout must be 0 in training where group is given, was 0.1"):
+            co.nn.GalerkinAttention(4, 2, dropout=0.1)(x, group=world)
         model = co.models.TNO(1, 1, 2, d_model=4, num_heads=2, num_layers=1, initial_channels=1)
         mesh = cd.shard(co.Grid.uniform((3, 3), dtype=torch.float32))
         with pytest.raises(
@@ -149,6 +153,18 @@ class TestArguments:
             torch.testing.assert_close(
                 layer(value, mesh, group=dist.group.WORLD), layer(value, mesh), rtol=1e-12, atol=1e-12
             )
+
+    def test_rows_without_keys_have_no_gradient(self):
+        q, k, v = (t.requires_grad_() for t in qkv())
+        x = torch.rand(7, 2, dtype=torch.float64)
+        rate, none = torch.ones(2, dtype=torch.float64, requires_grad=True), torch.zeros(7)
+        for (out, lse), inputs in (
+            (cd.continuum_attention(q, k, v, none, return_lse=True), (q, k, v)),
+            (cd.position_attention(x, x, v, rate, none, return_lse=True), (v, rate)),
+        ):
+            assert bool((lse == -torch.inf).all()) and not out.any()
+            incoming = (torch.full_like(out, torch.nan), torch.full_like(lse, torch.inf))
+            assert not any(grad.any() for grad in torch.autograd.grad((out, lse), inputs, incoming))
 
     def test_no_second_derivative(self):
         q, k, v = (t.requires_grad_() for t in qkv())

@@ -11,7 +11,9 @@ ranks (:func:`all_reduce`) or a gathered field (:func:`gather`), it is their mea
 
 A call first compares shapes, dtypes and options over the ranks, so that what would make ranks wait for each
 other for ever, or differ silently, is an error on all of them. If a rank dies or does something else, the
-others raise a RuntimeError within the timeout of the process group (``init_process_group(timeout=)``).
+others raise a RuntimeError within the timeout of the process group (``init_process_group(timeout=)``; with
+NCCL its watchdog may end the process instead). The group is of no use after that: end the processes and go on
+from a checkpoint, on any number of ranks, as torchrun's ``--max-restarts`` does.
 """
 
 from __future__ import annotations

@@ -102,10 +102,12 @@ class Reduced(Form):
         with torch.enable_grad(), torch.autocast(block[0].device.type, enabled=False):
             out, lse = self.attend(leaves[: len(local)], leaves[len(local) :])
         share = self.share(local, block, lse.detach().double() * LOG2E, all_)
-        wide = g.to(out.dtype)
+        # Rows without keys have no gradient, whatever comes in.
+        reached = self.spread(share) != 0.0
+        wide = torch.where(reached, g.to(out.dtype), 0.0)
         into_lse = share * self.row_sums(wide * (out.detach() - all_.out.to(out.dtype))).double()
         if g_lse is not None:
-            into_lse = into_lse + share * g_lse.double()
+            into_lse = into_lse + torch.where(share == 0.0, 0.0, share * g_lse.double())
         cotangents = (self.spread(share).to(out.dtype) * wide, into_lse.to(lse.dtype))
         inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         grads = iter(torch.autograd.grad((out, lse), inputs, cotangents, materialize_grads=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from ..ops.continuum_attention import continuum_attention
 from ..ops.fourier_attention import fourier_attention
 from ..ops.galerkin_attention import galerkin_attention
 from .quadrature_context import Mesh, as_weights, current_weights
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 AttentionType = Literal["galerkin", "fourier", "linear", "softmax"]
 # Which projections are normalised per head (GT eq. 5, 6 and table 2).
@@ -135,6 +138,7 @@ class GalerkinAttention(nn.Module):
         key_pos: Tensor | None = None,
         *,
         weights: Tensor | Mesh | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
         """Attend from N points to M points.
 
@@ -148,6 +152,9 @@ class GalerkinAttention(nn.Module):
                 ``.weights``; used as they are. None: those of an enclosing ``continuum_ops.nn.quadrature``
                 block of length M, else 1 / M ("linear" and "softmax", which see only ratios: equal). A key
                 of weight 0 does not exist.
+            group: the ranks that the points are spread over; all other arguments are then this rank's part,
+                and M is the number of keys of all ranks (``continuum_ops.distributed``). Not for "linear",
+                nor with dropout in training. None: this process has all keys.
 
         Returns:
             (B, N, embed_dim).
@@ -173,7 +180,7 @@ class GalerkinAttention(nn.Module):
                 raise ValueError(
                     f"weights must have shape {full[2:]}, {full[::2]} or {full}, got {tuple(w.shape)}"
                 )
-        out = self._attend(q, k, v, w)
+        out = self._attend(q, k, v, w) if group is None else self._attend_over_ranks(q, k, v, w, group)
         return self.out_proj(out.transpose(1, 2).flatten(-2))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -208,6 +215,23 @@ class GalerkinAttention(nn.Module):
         # k^T W v itself is the answer to the queries e_1 .. e_D.
         unit = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
         return q @ F.dropout(operator(unit.expand(*k.shape[:-2], -1, -1), k, v, w), dropout_p)
+
+    def _attend_over_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, group: ProcessGroup | DeviceMesh
+    ) -> Tensor:
+        from .. import distributed
+
+        if self.attention_type == "linear":
+            raise ValueError('attention_type must not be "linear" where group is given, it was')
+        if self.training and self.dropout > 0.0:
+            raise ValueError(f"dropout must be 0 in training where group is given, was {self.dropout}")
+        if self.attention_type == "softmax":
+            out = distributed.continuum_attention(q, k, v, w, group)
+            assert isinstance(out, Tensor)
+            return out
+        if self.attention_type == "fourier":
+            return distributed.fourier_attention(q, k, v, w, group)
+        return distributed.galerkin_attention(q, k, v, w, group)
 
     def extra_repr(self) -> str:
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from .galerkin_attention import AttentionType, GalerkinAttention
 from .quadrature_context import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 LayerNormScheme = Literal["galerkin", "regular", "post"]
 
@@ -87,10 +90,18 @@ class GalerkinEncoderLayer(nn.Module):
         self.activation = activation
 
     def forward(
-        self, src: Tensor, pos: Tensor | None = None, *, weights: Tensor | Mesh | None = None
+        self,
+        src: Tensor,
+        pos: Tensor | None = None,
+        *,
+        weights: Tensor | Mesh | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
-        """src (B, N, d_model), pos (N, coord_dim) or (B, N, coord_dim) -> (B, N, d_model)."""
-        z = src + self.attention(src, query_pos=pos, weights=weights)
+        """src (B, N, d_model), pos (N, coord_dim) or (B, N, coord_dim) -> (B, N, d_model).
+
+        weights and group as of :meth:`GalerkinAttention.forward`.
+        """
+        z = src + self.attention(src, query_pos=pos, weights=weights, group=group)
         z = self.norm1(z) if self.post_norm else z
         hidden = self.dropout(self.activation(self.linear1(z if self.post_norm else self.norm1(z))))
         return self.norm2(z + self.linear2(hidden))
