@@ -53,13 +53,8 @@ def test_one_graph_serves_every_number_of_points(case):
 @pytest.mark.slow
 @by_preset(PRESETS)
 def test_gradients_are_compiled_too(case):
+    """The first size is a constant of its graph, the second one makes it a symbol."""
     compiled_and_plain(case, "aot_eager", None)
-
-
-@pytest.mark.slow
-@by_preset(CLASSES)
-def test_static_shapes(case):
-    compiled_and_plain(case, "aot_eager", False)
 
 
 @pytest.mark.slow

@@ -97,6 +97,9 @@ class FourierAttention(FourierPatchAttention):
     def forward(self, u: Tensor, weights: Tensor | None = None) -> Tensor:  # type: ignore[override]
         return super().forward(u, weights, patch_size=patch_size("u", u.shape[1:-1], self.num_patches))
 
+    def _counts(self, grid: Sequence[int], points: Sequence[int]) -> Sequence[int]:
+        return self.num_patches  # numbers, where a compiled graph has symbols for grid and points
+
     def _weights(self, modes: PatchModes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super()._weights(modes, dtype)
         return (q if self.factor == 1.0 else self.factor * q), k, v

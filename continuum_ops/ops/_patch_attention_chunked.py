@@ -22,6 +22,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def cell_volume(query: Tensor) -> float:
+    """1 / (points of the grid), which no scale stands for."""
+    return 1.0 / max(1, math.prod(query.shape[1:-2]))
+
+
 class Inputs(NamedTuple):
     """The arguments, as in the schema: first the four that have gradients."""
 
@@ -42,8 +47,8 @@ class Inputs(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """Of the scores: scale, or if there is none the volume of a cell of the unit domain."""
-        return 1.0 / max(1, math.prod(self.query.shape[1:-2])) if self.scale is None else self.scale
+        """Of the scores."""
+        return cell_volume(self.query) if self.scale is None else self.scale
 
     def patches(self, tensor: Tensor) -> int:
         """How many patches a tensor (B, *grid, H, C) has."""
