@@ -83,7 +83,7 @@ struct Arguments {
   const Tensor &query, &key, &value;
   const std::optional<Tensor>& weights;
   const std::vector<int64_t>& patch_size;
-  double scale;
+  std::optional<double> scale;
 };
 
 void check(const Arguments& x) {
@@ -117,6 +117,7 @@ template <class T> class Problem {
   const Patched query, key, value;
   const std::unique_ptr<Patched> weights;
   const int64_t rows, keys, points, padded;
+  const double scale;
   bool hide = false;
   int64_t samples, block;  // that are worked on together: samples, and rows of scores of each
   const PatchAttentionKernels& kernels = patch_attention_kernels();
@@ -125,7 +126,8 @@ template <class T> class Problem {
       : x((check(a), a)), dtype(query_dtype(a.query)), batch(a.query.size(0)), heads(a.query.size(a.query.dim() - 2)),
         query(a.query, a.patch_size), key(a.key, a.patch_size), value(a.value, a.patch_size),
         weights(a.weights ? std::make_unique<Patched>(*a.weights, a.patch_size, true) : nullptr), rows(query.patches), keys(key.patches),
-        points(query.points), padded(patch_attention_kernels().padded(dtype, key.patches)) {
+        points(query.points), padded(patch_attention_kernels().padded(dtype, key.patches)),
+        scale(a.scale.value_or(1.0 / double(std::max<int64_t>(rows * points, 1)))) {
     if (weights) look_at_weights();
     limit_ = std::max<int64_t>(int64_t(1) << 22, batch * rows * points * heads * query.operand.channels / 4);
     const int64_t sample = std::max<int64_t>(heads * rows * padded, 1);
@@ -177,7 +179,7 @@ template <class T> class Problem {
     const int64_t rows_now = p_end - p, all = (s_end - s) * heads;
     run_tasks(all, 20.0 * all * rows_now * padded, 0, [&](int64_t t, void*) {
       PatchRows a{};
-      a.keys = keys, a.padded = padded, a.count = parts.count, a.part_stride = parts.stride, a.scale = x.scale;
+      a.keys = keys, a.padded = padded, a.count = parts.count, a.part_stride = parts.stride, a.scale = scale;
       a.parts = parts.data.get() + t * rows_now * padded;
       a.p = to + t * head_stride;
       a.lse = lse ? lse + (s * heads + t) * rows + p : nullptr;
@@ -292,7 +294,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
       const auto parts = a.scores(grad.operand, a.value.operand, nullptr, s, s_end, p, p_end);
       run_tasks(all, 20.0 * all * matrix, 0, [&](int64_t t, void*) {
         PatchRows r{};
-        r.keys = a.keys, r.padded = a.padded, r.count = parts.count, r.part_stride = parts.stride, r.scale = x.scale;
+        r.keys = a.keys, r.padded = a.padded, r.count = parts.count, r.part_stride = parts.stride, r.scale = a.scale;
         r.parts = parts.data.get() + t * rows * a.padded;
         r.p = probability + t * p_stride;
         r.grad_lse = lse ? lse + (s * a.heads + t) * a.rows + p : nullptr;
@@ -346,7 +348,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                              std::vector<int64_t> patch_size, double scale) {
+                                              std::vector<int64_t> patch_size, std::optional<double> scale) {
   const Arguments x{query, key, value, weights, patch_size, scale};
   return query.scalar_type() == ScalarType::Double ? forward<double>(x) : forward<float>(x);
 }
@@ -354,7 +356,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor&
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query,
                                                        const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
                                                        const Tensor& /*lse*/, const Tensor& probabilities, std::vector<int64_t> patch_size,
-                                                       double scale, std::vector<bool> needs) {
+                                                       std::optional<double> scale, std::vector<bool> needs) {
   const Arguments x{query, key, value, weights, patch_size, scale};
   return query.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, probabilities, needs)
                                                    : backward<float>(grad_out, grad_lse, x, probabilities, needs);

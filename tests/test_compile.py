@@ -17,6 +17,10 @@ def _qkv(n, m=None):
     return draw((2, 3, n, 4), seed=n), draw((2, 3, m, 4), seed=n + 1), draw((2, 3, m, 5), seed=n + 2)
 
 
+def _on_grid(n):
+    return tuple(draw((2, n, n, 2, 3), seed=n + i) for i in range(3))
+
+
 def _weights(n):
     return draw((n,), seed=n, positive=True)
 
@@ -71,6 +75,15 @@ OPERATORS = {
     "grids within a radius": (
         lambda *a: _grids(*a, radius=0.5),
         lambda n: (_grid(n, n + 1), _grid(n + 1, n), draw((2, n * n + n, 3)), _rates()),
+    ),
+    # As many patches whatever the resolution: patch_size is a symbol too.
+    "patch_attention": (
+        lambda co, q, *a: co.patch_attention(q, *a, return_lse=True),
+        lambda n: (*_on_grid(n), n // 3, _weights(n * n).view(n, n) / n**2),
+    ),
+    "patch_attention, the mean": (
+        lambda co, q, *a: co.patch_attention(q, *a, (q.shape[1] // 3, q.shape[2] // 3), return_lse=True),
+        _on_grid,
     ),
     "galerkin_attention": (
         lambda co, *a: co.galerkin_attention(*a),

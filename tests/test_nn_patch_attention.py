@@ -89,6 +89,19 @@ def test_weights_of_a_mesh_and_of_a_surrounding_block():
         torch.testing.assert_close(layer(u), true, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_one_graph_serves_every_resolution(scale):
+    torch._dynamo.reset()
+    layer = make((2, 3), scale=scale)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    for i, shape in enumerate([(8, 9), (4, 12), (6, 15)]):
+        u = draw((2, *shape, 6), torch.float64)
+        equal = torch.full(shape, 1 / math.prod(shape), dtype=torch.float64)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            out = compiled(u)
+        torch.testing.assert_close(out, definition(layer, u, u, equal), rtol=1e-11, atol=1e-11)
+
+
 def test_gradients():
     layer = make((2,))
     u = draw((1, 6, 6), torch.float64).requires_grad_()

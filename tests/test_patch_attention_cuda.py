@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cuda_on_cpu import ROOT, build_script, needs_gpu, shim
 from patch_cuda import GRADS, OPS, Inputs, check, exact, grads_for, inputs, run
+
+import continuum_ops.ops._patch_attention_cuda as cuda
+from continuum_ops import reference
 
 INF = float("inf")
 
@@ -78,6 +83,26 @@ def test_probabilities_are_kept_where_they_are_few() -> None:
     assert forward(*x, False)[2].shape == (0,)
     fake = OPS.patch_attention_forward(*(None if t is None else t.to("meta") for t in x[:4]), *x[4:])
     assert [t.shape for t in fake] == [t.shape for t in forward(*x, False)]
+
+
+def test_no_scale_is_the_volume_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What serves CUDA tensors, with the operators of the shim."""
+    shim()
+    found: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {}
+    registry = SimpleNamespace(impl=lambda name, function, _: found.update({name: function}))
+    monkeypatch.setattr(cuda, "LIBRARY", registry)
+    monkeypatch.setattr(cuda, "cuda_library", lambda: (True, ""))
+    cuda.register(lambda *_: (), lambda *_: ())
+    x = inputs()
+    out, lse, kept = found["patch_attention_forward"](*x[:5], None)
+    grad_out, _ = grads_for(x)
+    needs = [True, True, True, False]
+    backward = found["patch_attention_backward"]
+    grads = backward(grad_out, None, *x[:4], lse, kept, x.patch_size, None, needs)[:3]
+    leaves = [t.double().requires_grad_() for t in x[:3]]
+    true = reference.patch_attention(*leaves, x.patch_size)
+    right = torch.autograd.grad(true, leaves, grad_out.double())
+    torch.testing.assert_close((out, *grads), (true, *right), check_dtype=False)
 
 
 @pytest.mark.parametrize("counts", [(3, 2), (75,)])
@@ -372,8 +397,6 @@ print("clean")
 
 
 def test_oracle_agrees_with_the_reference() -> None:
-    from continuum_ops import reference
-
     x = inputs(dtype=torch.float64, weights=2, key_counts=(1, 4))
     leaves = [t.requires_grad_() for t in x[:4]]
     grad_out, grad_lse = grads_for(x)

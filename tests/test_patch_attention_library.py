@@ -34,7 +34,7 @@ def arguments(dtype=torch.float32, kind="plain", requires_grad=True):
     lead = {"weights": 1, "weights of a sample": 2}.get(kind)
     w = None if lead is None else draw((lead, *grid), lse_dtype(dtype), positive=True)
     tensors = [t if t is None else t.requires_grad_(requires_grad) for t in (*tensors, w)]
-    return (*tensors, sizes, 0.5)
+    return (*tensors, sizes, None if kind == "plain" else 0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)

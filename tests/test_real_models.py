@@ -346,7 +346,12 @@ def fit(model):
 
 @pytest.mark.parametrize("kind", ["sdpa", "stock", "replaced"])
 def test_neuraloperator_trainer(kind, monkeypatch):
-    """Training and evaluation inside the block are those of the formula, step for step."""
+    """Training and evaluation inside the block are those of the formula, step for step.
+
+    The attentions agree in float64. Where their sums are rounded to the float32 of the FNO, in each of the
+    four steps, they may part by one unit of its last place.
+    """
+    allowed = 4 * torch.finfo(torch.float32).eps
     start = FourierThenAttention(fno(8), kind)
     for part in (start.qkv, start.stock, start.out):
         randomise(part, 0.5)
@@ -363,11 +368,11 @@ def test_neuraloperator_trainer(kind, monkeypatch):
         expected_metrics = fit(expected)
     plain = copy.deepcopy(start)
     plain_metrics = fit(plain)
-    assert metrics["avg_loss"] == pytest.approx(expected_metrics["avg_loss"], rel=1e-6)
-    assert metrics["test_l2"] == pytest.approx(float(expected_metrics["test_l2"]), rel=1e-6)
-    assert metrics["avg_loss"] != pytest.approx(plain_metrics["avg_loss"], rel=1e-5)
+    assert metrics["avg_loss"] == pytest.approx(expected_metrics["avg_loss"], rel=allowed)
+    assert metrics["test_l2"] == pytest.approx(float(expected_metrics["test_l2"]), rel=allowed)
+    assert metrics["avg_loss"] != pytest.approx(plain_metrics["avg_loss"], rel=20 * allowed)
     for (name, p), e in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, e, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert (p - e).abs().max() <= allowed * e.abs().max(), name
 
 
 def test_an_fno_in_its_trainer_is_left_alone():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..nn import PatchSpectralConv, SpectralConv
 from ..nn._patches import patch_size
 from ..nn.fourier_patch_attention import FourierPatchAttention
+from ..nn.patch_attention import equal_weights
 from ..ops._fourier_patch_modes import PatchModes
 from ..ops.patch_attention import patch_attention
 from .tno_layer import Activation, identity_map
@@ -96,6 +97,9 @@ class FourierAttention(FourierPatchAttention):
     def forward(self, u: Tensor, weights: Tensor | None = None) -> Tensor:  # type: ignore[override]
         return super().forward(u, weights, patch_size=patch_size("u", u.shape[1:-1], self.num_patches))
 
+    def _counts(self, grid: Sequence[int], points: Sequence[int]) -> Sequence[int]:
+        return self.num_patches  # numbers, where a compiled graph has symbols for grid and points
+
     def _weights(self, modes: PatchModes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super()._weights(modes, dtype)
         return (q if self.factor == 1.0 else self.factor * q), k, v
@@ -137,8 +141,10 @@ class ExtendedAttention(nn.Module):
     def forward(self, u: Tensor, weights: Tensor | None = None) -> Tensor:
         grid = u.shape[1:-1]
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self.in_conv(u).chunk(3, dim=-1))
-        scale = self.factor / grid.numel() if weights is None else self.factor
-        out = patch_attention(q, k, v, patch_size("u", grid, self.num_patches), weights, scale=scale)
+        size = patch_size("u", grid, self.num_patches)
+        if weights is None and self.factor != 1.0:
+            weights = equal_weights(u)
+        out = patch_attention(q, k, v, size, weights, scale=None if weights is None else self.factor)
         assert isinstance(out, Tensor)
         return self.out_proj(out.flatten(-2))
 

@@ -160,7 +160,7 @@ class FourierPatchAttention(nn.Module):
                     f"patch_size[{i}] must divide the grid's {n} points along that axis, got {p}; a grid of "
                     "another resolution takes forward(..., patch_size=) with as many patches as in training"
                 )
-        modes = choose_modes([n // p for n, p in zip(grid, points, strict=True)], points, self.modes)
+        modes = choose_modes(self._counts(grid, points), points, self.modes)
         device = u.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         out_dtype = u.dtype
@@ -171,6 +171,10 @@ class FourierPatchAttention(nn.Module):
             return self._attend(u, modes, weights).to(out_dtype)
         with torch.autocast(device, enabled=False):
             return self._attend(u, modes, weights).to(out_dtype)
+
+    def _counts(self, grid: Sequence[int], points: Sequence[int]) -> Sequence[int]:
+        """Patches along each axis."""
+        return [n // p for n, p in zip(grid, points, strict=True)]
 
     def _points(self, patch_size: int | Sequence[int] | None) -> tuple[int, ...]:
         if patch_size is None:

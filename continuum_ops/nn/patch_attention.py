@@ -102,12 +102,13 @@ class PatchAttention(nn.Module):
         size = patch_size("query", shape, self.num_patches)
         given = current_weights(shape.numel()) if weights is None else as_weights(weights)
         w = None if given is None else grid_weights(given, shape)
-        scale = self.scale / shape.numel() if w is None else self.scale
         q, k, v = (
             projection(x).unflatten(-1, (self.num_heads, self.head_dim))
             for projection, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, key))
         )
-        out = patch_attention(q, k, v, size, w, scale=scale)
+        if w is None and self.scale != 1.0:
+            w = equal_weights(query)
+        out = patch_attention(q, k, v, size, w, scale=None if w is None else self.scale)
         assert isinstance(out, Tensor)
         return self.out_proj(out.flatten(-2))
 
@@ -116,6 +117,15 @@ class PatchAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_patches={self.num_patches}, "
             f"scale={self.scale}"
         )
+
+
+def equal_weights(v: Tensor) -> Tensor:
+    """1 / N at the N points of v (B, *grid, C), for a factor other than 1 that the mean is multiplied with.
+
+    A scale of factor / N would be a constant of a compiled graph, which serves one N only.
+    """
+    shape = v.shape[1:-1]
+    return v.new_ones(shape, dtype=torch.promote_types(v.dtype, torch.float32)) / max(1, shape.numel())
 
 
 def grid_weights(w: Tensor, shape: torch.Size) -> Tensor:

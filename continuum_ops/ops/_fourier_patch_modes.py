@@ -64,7 +64,7 @@ class PatchModes(NamedTuple):
     def self_conjugate(self) -> tuple[int, ...]:
         """Columns of the half spectrum whose conjugates lie in the same column."""
         n, m = self.points[-1], self.up[-1]
-        return (0, n // 2) if n % 2 == 0 and m == n // 2 + 1 and n > 1 else (0,)
+        return (0, n // 2) if m == n // 2 + 1 and n % 2 == 0 and n > 1 else (0,)
 
 
 def choose_modes(

@@ -104,18 +104,20 @@ LIBRARY.define(f"window_attention_backward(Tensor grad_out, Tensor grad_lse, {_W
 # patch_size divides; weights (W, *grid), W = 1 or B, in the accumulation dtype. out (B, *grid, H, Dv), lse
 # (B, H, P) for P patches of queries. probabilities (B, H, P, Pk), in the accumulation dtype, are kept for the
 # backward where they have no more elements than query, else of shape (0,): the backward computes them again.
+# No scale stands for 1 / (points of grid): a number made of symbolic sizes would be compiled as a constant.
 _PATCH = "Tensor query, Tensor key, Tensor value, Tensor? weights"
 LIBRARY.define(
-    f"patch_attention_forward({_PATCH}, int[] patch_size, float scale) "
+    f"patch_attention_forward({_PATCH}, SymInt[] patch_size, float? scale) "
     "-> (Tensor out, Tensor lse, Tensor probabilities)"
 )
 # needs: one for each of the four inputs; gradients that are not needed have shape (0,).
 LIBRARY.define(
     f"patch_attention_backward(Tensor grad_out, Tensor? grad_lse, {_PATCH}, Tensor lse, "
-    "Tensor probabilities, int[] patch_size, float scale, bool[] needs) "
+    "Tensor probabilities, SymInt[] patch_size, float? scale, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
-# The CUDA library's own: as the two above, with tf32, one TF32 product for float32 instead of three.
+# The CUDA library's own: as the two above, scale never None, with tf32, one TF32 product for float32 instead
+# of three.
 LIBRARY.define(
     f"patch_attention_cuda_forward({_PATCH}, int[] patch_size, float scale, bool tf32) "
     "-> (Tensor out, Tensor lse, Tensor probabilities)"
@@ -141,7 +143,7 @@ LIBRARY.define(
 LIBRARY.define("check_nonnegative(Tensor values, str op, str name, bool finite) -> Tensor")
 LIBRARY.define("quantile_radius(Tensor query_pos, Tensor key_pos, float quantile, float[] period) -> Tensor")
 # The kept Fourier modes of each patch, (B, *grid, C) <-> (modes, 2, B, patches, C); see _fourier_patch_modes.
-_PATCH_MODES = "int[] patches, int[] points, int[] up, int[] down, bool dense, bool mean"
+_PATCH_MODES = "SymInt[] patches, SymInt[] points, SymInt[] up, SymInt[] down, bool dense, bool mean"
 LIBRARY.define(f"patch_analysis(Tensor u, {_PATCH_MODES}) -> Tensor")
 LIBRARY.define(f"patch_synthesis(Tensor modes, {_PATCH_MODES}) -> Tensor")
 # The compiled kernels of the two, by tables of cosines and sines (csrc/patch_dft.h); without derivatives.

@@ -22,6 +22,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def cell_volume(query: Tensor) -> float:
+    """1 / (points of the grid), which no scale stands for."""
+    return 1.0 / max(1, math.prod(query.shape[1:-2]))
+
+
 class Inputs(NamedTuple):
     """The arguments, as in the schema: first the four that have gradients."""
 
@@ -30,7 +35,7 @@ class Inputs(NamedTuple):
     value: Tensor  # (B, *kgrid, H, Dv)
     weights: Tensor | None  # (W, *grid), W = 1 or B
     patch_size: list[int]
-    scale: float
+    scale: float | None
 
     def tensors(self) -> list[Tensor | None]:
         """The four that have gradients."""
@@ -39,6 +44,11 @@ class Inputs(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return accumulation_dtype(self.query.dtype)
+
+    @property
+    def factor(self) -> float:
+        """Of the scores."""
+        return cell_volume(self.query) if self.scale is None else self.scale
 
     def patches(self, tensor: Tensor) -> int:
         """How many patches a tensor (B, *grid, H, C) has."""
@@ -165,7 +175,7 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         lse = m.query.new_empty(x.rows())
         kept = m.query.new_empty(x.kept())
         for start, stop in _blocks(x):
-            scores = _scores(m.block(start, stop), x.scale)
+            scores = _scores(m.block(start, stop), x.factor)
             lse[:, :, start:stop] = scores.logsumexp(-1)
             p = scores.softmax(-1)
             rows[:, :, start:stop] = p @ m.value
@@ -178,7 +188,7 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 def composite(x: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse out-of-place, without a look at a value: torch.func transforms pass through."""
     m = _matrices(x, look=False)
-    parts = [_scores(m.block(start, stop), x.scale) for start, stop in _blocks(x)]
+    parts = [_scores(m.block(start, stop), x.factor) for start, stop in _blocks(x)]
     if not parts:
         return x.query.new_zeros(x.out_shape()), m.query.new_zeros(x.rows())
     rows = torch.cat([s.softmax(-1) @ m.value for s in parts], 2)
@@ -238,9 +248,9 @@ def backward(
         for start, stop in _blocks(x):
             b = m.block(start, stop)
             kept = probabilities.dim() == 4
-            p = probabilities[:, :, start:stop] if kept else _probabilities(b, x.scale)
+            p = probabilities[:, :, start:stop] if kept else _probabilities(b, x.factor)
             gl = None if grad_lse is None else grad_lse[:, :, start:stop]
-            dq, dk, dv, dw = _block_backward(b, p, grad[:, :, start:stop], gl, x.scale)
+            dq, dk, dv, dw = _block_backward(b, p, grad[:, :, start:stop], gl, x.factor)
             query[:, :, start:stop] = dq
             key += dk
             value += dv
@@ -277,8 +287,8 @@ def double_backward(
         for start, stop in _blocks(x):
             b = m_cut.block(start, stop)
             gl = None if lse_cut is None else lse_cut[:, :, start:stop]
-            p = _probabilities(b, x.scale)
-            rows = _block_backward(b, p, grad_cut[:, :, start:stop], gl, x.scale)
+            p = _probabilities(b, x.factor)
+            rows = _block_backward(b, p, grad_cut[:, :, start:stop], gl, x.factor)
             total = [
                 (r * (s if i in (1, 2) else s[:, :, start:stop])).sum()
                 for i, (r, s, need) in enumerate(zip(rows, seeds, needs, strict=True))

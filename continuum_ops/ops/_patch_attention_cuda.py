@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends import cuda_library
 from ._library import LIBRARY
+from ._patch_attention_chunked import cell_volume
 
 _ops = torch.ops.continuum_ops
 
@@ -26,12 +27,16 @@ def register(
 
     def forward(*args: Any) -> tuple[Tensor, ...]:
         if cuda_library()[0]:
-            return _ops.patch_attention_cuda_forward(*args, _tf32())
+            *inputs, scale = args
+            scale = cell_volume(args[0]) if scale is None else scale
+            return _ops.patch_attention_cuda_forward(*inputs, scale, _tf32())
         return pytorch_forward(*args)
 
     def backward(*args: Any) -> tuple[Tensor, ...]:
         if cuda_library()[0]:
-            return _ops.patch_attention_cuda_backward(*args, _tf32())
+            *inputs, scale, needs = args
+            scale = cell_volume(args[2]) if scale is None else scale
+            return _ops.patch_attention_cuda_backward(*inputs, scale, needs, _tf32())
         return pytorch_backward(*args)
 
     LIBRARY.impl("patch_attention_forward", forward, "CUDA")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -87,13 +86,11 @@ def patch_attention(
     query, key, value = shared.autocast(query, key, value)
     checks.check_qkv(query, key, value)
     sizes = checks.check_patch_size(patch_size, query, key)
-    if scale is None:
-        points = math.prod(query.shape[1:-2])
-        scale = 1.0 / points if weights is None and points > 0 else 1.0
-    elif not isinstance(scale, (int, float)):
+    if scale is not None and not isinstance(scale, (int, float)):
         raise TypeError(f"{op}: scale must be None or a number, got {type(scale).__name__}")
     if weights is not None:
         weights = checks.check_weights(weights, query).to(torch.promote_types(query.dtype, torch.float32))
-    inputs = (query, key, value, weights, sizes, float(scale))
+        scale = 1.0 if scale is None else scale
+    inputs = (query, key, value, weights, sizes, None if scale is None else float(scale))
     out, lse = attend_in_transforms(*inputs) if transforms_active() else _forward(*inputs)[:2]
     return (out, lse) if return_lse else out
