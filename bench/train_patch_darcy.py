@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from continuum_ops import Grid
 from continuum_ops.data import DarcyFlow, darcy
 from continuum_ops.data.darcy import HIGH, LOW
-from continuum_ops.demo.progress import progress_bar
 from continuum_ops.models import FANO, ViTNO
 from continuum_ops.training import PointwiseNormalizer, fit, relative_l2
+from continuum_ops.training.progress import progress_bar
 
 MODELS = {"vitno": ViTNO, "fano": FANO}
 CELLS = (104, 208, 416)

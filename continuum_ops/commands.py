@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import __version__
 
+if TYPE_CHECKING:
+    from .experiments import Config
 
-class MissingPackage(click.ClickException):
+
+class UsageProblem(click.ClickException):
+    """What the user can mend: a missing package, a wrong configuration, a file that does not fit."""
+
     exit_code = 2
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Errors that a user can mend as one line and exit code 2, a training that failed as one and 1."""
+    from .experiments import ConfigError
+    from .training import CheckpointError
+
+    try:
+        yield
+    except (ConfigError, CheckpointError) as error:
+        raise UsageProblem(str(error)) from error
+    except ImportError as error:
+        if "continuum_ops[train]" not in str(error):
+            raise
+        raise UsageProblem(str(error)) from error
+    except RuntimeError as error:
+        if not str(error).startswith("the training loss"):
+            raise
+        raise click.ClickException(str(error)) from error
 
 
 @click.group(name="continuum-ops", context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,12 +73,131 @@ def demo(out: Path, seed: int, threads: int, quick: bool) -> None:
     from .demo import Settings, run
 
     settings = Settings.quick(seed, threads) if quick else Settings(seed=seed, threads=threads)
-    try:
+    with reported():
         run(settings, out, click.echo)
-    except ImportError as error:
-        if "continuum_ops[train]" not in str(error):
-            raise
-        raise MissingPackage(str(error)) from error
+
+
+_small = click.option("--small", is_flag=True, help="The settings for two cores and minutes.")
+_set = click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Another value, as in --set training.steps=500; may be repeated.",
+)
+_data = click.option(
+    "--data",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="data",
+    show_default=True,
+    help="Directory of the samples, which runs share.",
+)
+_workers = click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that draw samples."
+)
+
+
+@commands.command()
+@click.argument("config")
+@_small
+@_set
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of the run.  [default: runs/NAME]",
+)
+@_data
+@_workers
+def train(
+    config: str, small: bool, changes: tuple[str, ...], out: Path | None, data: Path, workers: int
+) -> None:
+    """Train the experiment of a TOML file, or one of the papers' by its name.
+
+    A run that was interrupted goes on when it is started again. `continuum-ops experiments` lists the names.
+    """
+    with reported():
+        from .experiments import train as run
+
+        found = _load(config, small, changes)
+        folder = Path("runs") / found.name if out is None else out
+        done = run(found, folder, data=data, workers=workers, say=click.echo)
+        last = done.log[-1]
+        click.echo(f"{folder}: {last['step']} steps, validation error {100 * last['validation']:.2f} %")
+        click.echo(f"continuum-ops evaluate {folder} tests it on every mesh")
+
+
+@commands.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="Another checkpoint than the run's.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Directory of the files.  [default: RUN]"
+)
+@click.option("--no-plots", is_flag=True, help="The table alone, as text and JSON.")
+@_data
+@_workers
+def evaluate(
+    run: Path, checkpoint: Path | None, out: Path | None, no_plots: bool, data: Path, workers: int
+) -> None:
+    """Test a trained RUN on every mesh: a table, plots and one page of HTML."""
+    with reported():
+        from .experiments import evaluate as test
+
+        done = test(run, data=data, checkpoint=checkpoint, out=out, workers=workers, plots=not no_plots)
+        click.echo(done.text)
+        for path in done.files:
+            click.echo(f"wrote {path}")
+
+
+@commands.command()
+@click.argument("name")
+@_small
+@_set
+@_data
+@_workers
+def generate(name: str, small: bool, changes: tuple[str, ...], data: Path, workers: int) -> None:
+    """Draw the samples of an experiment, NAME or a TOML file, before it is trained.
+
+    What is there already is kept, so an interrupted generation goes on when it is started again.
+    """
+    with reported():
+        from .experiments import SPLITS
+        from .experiments import generate as draw
+
+        source = _load(name, small, changes).data
+        for split in SPLITS:
+            found = draw(source, split, data, workers)
+            shapes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in found.items())
+            click.echo(f"{split}: {shapes}")
+
+
+@commands.command()
+def experiments() -> None:
+    """The names that train and generate know."""
+    from .experiments import EXPERIMENTS, load
+
+    for name in EXPERIMENTS:
+        config = load(name)
+        click.echo(
+            f"{name:<24} {config.model.preset} on {config.data.source}, {config.training.steps:,} steps"
+        )
+
+
+def _load(name: str, small: bool, changes: tuple[str, ...]) -> Config:
+    from .experiments import ConfigError, load
+    from .experiments.config import merge, parse_toml
+
+    sections: dict[str, Any] = {}
+    for change in changes:
+        key, found, text = change.partition("=")
+        section, dot, entry = key.strip().partition(".")
+        if not (found and dot):
+            raise ConfigError(f"--set must be SECTION.KEY=VALUE, was {change!r}")
+        try:
+            value = parse_toml(f"value = {text}")["value"]
+        except ValueError:
+            value = text  # a word without quotation marks
+        sections = merge(sections, {section: {entry: value}})
+    return load(name, small=small, sections=sections)
 
 
 @commands.command()

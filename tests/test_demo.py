@@ -18,6 +18,7 @@ import continuum_ops as co
 from continuum_ops.data import uneven_times
 from continuum_ops.demo import Settings, darcy, experiment, large_grid, lorenz, report, run
 from continuum_ops.demo.machine import PeakMemory
+from continuum_ops.training import write_json
 
 QUICK = Settings.quick(seed=3, threads=1)
 
@@ -172,7 +173,7 @@ def test_sizes(count: int | None, text: str) -> None:
 
 def test_json_refuses_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        report.write_json(tmp_path / "demo.json", {"median": math.nan})
+        write_json(tmp_path / "demo.json", {"median": math.nan})
     assert os.listdir(tmp_path) == []
 
 

@@ -14,9 +14,9 @@ from ..mesh import Grid
 from ..models import PiT
 from ..models.pit_layer import Weights
 from ..training import PointwiseNormalizer, relative_l2
+from ..training.progress import progress_bar
 from .fitting import Trained, train_model
 from .machine import PeakMemory
-from .progress import progress_bar
 from .settings import DarcySettings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..data import lorenz63
-from ..training import Fitted
+from ..training import Fitted, write_json
+from ..training.progress import progress_bar, require
 from . import darcy, large_grid, lorenz, plots, report
 from .machine import machine
-from .progress import progress_bar
 from .settings import Settings
 
 # Names in the report, and what the model takes.
@@ -34,16 +33,12 @@ def run(settings: Settings, out: Path, say: Callable[[str], None] = print) -> di
         OSError: the directory cannot be made, or a file not be written.
         RuntimeError: the training diverged, or the process of the large grid failed.
     """
-    for name in EXTRAS:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ImportError(f'the demo needs {name}: pip install "continuum_ops[train]"') from error
+    require("the demo", *EXTRAS)
     out.mkdir(parents=True, exist_ok=True)
     result, pictures = measure(settings)
     say(report.text(result))
     for path in (
-        report.write_json(out / "demo.json", result),
+        write_json(out / "demo.json", result),
         plots.write_resolution(out / "resolution.png", result["meshes"]),
         plots.write_trajectories(out / "trajectories.png", pictures.uneven),
         plots.write_darcy(out / "darcy.png", pictures.field, pictures.grids),

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 
 from ..training import Fitted, fit
-from .progress import progress_bar
+from ..training.progress import progress_bar
 from .settings import DarcySettings, Settings
 
 Model = TypeVar("Model", bound=nn.Module)

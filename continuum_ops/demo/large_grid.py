@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import continuum_attention
 from ..mesh import Grid
+from ..training.progress import progress_bar
 from .machine import PeakMemory
-from .progress import progress_bar
 from .settings import Settings
 
 # The child looks for the package where this process found it.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..training import atomic_write
+from ..training.figures import new_figure, save_figure
 from .darcy import Field
 from .lorenz import Evaluation
 
@@ -27,7 +27,7 @@ class Uneven(NamedTuple):
 
 def write_trajectories(path: Path, data: Uneven) -> Path:
     """Prediction against truth on the uneven mesh, for the trajectories of median and of largest error."""
-    figure = _figure(figsize=(11, 7.2))
+    figure = new_figure(figsize=(11, 7.2))
     axes = figure.subplots(3, 2, sharex=True, sharey="row", height_ratios=(1, 1.7, 1.2))
     order = data.trapezoid.error.argsort()
     times = data.times.numpy()
@@ -59,14 +59,14 @@ def write_trajectories(path: Path, data: Uneven) -> Path:
         "Lorenz-63 on the uneven mesh (shaded: sampled twice as densely), by a model trained on the even one",
         fontsize=12,
     )
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def write_resolution(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Median and largest error on every mesh, with trapezoid and with equal weights."""
     from matplotlib.ticker import LogLocator
 
-    figure = _figure(figsize=(8.5, 4.8))
+    figure = new_figure(figsize=(8.5, 4.8))
     axis = figure.subplots()
     uniform = sorted({(r["points"], r["mesh"]) for r in rows if r["mesh"] != "uneven"})
     meshes = [*uniform, next((r["points"], r["mesh"]) for r in rows if r["mesh"] == "uneven")]
@@ -100,12 +100,12 @@ def write_resolution(path: Path, rows: list[dict[str, Any]]) -> Path:
     axis.set_title("One model, trained on one mesh, on four meshes (Lorenz-63)")
     axis.legend(ncols=2, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     axis.spines[["top", "right"]].set_visible(False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def write_darcy(path: Path, field: Field, rows: list[dict[str, Any]]) -> Path:
     """A test sample on the finest grid, and the errors on all grids."""
-    figure = _figure(figsize=(13, 3.4))
+    figure = new_figure(figsize=(13, 3.4))
     axes = figure.subplots(1, 5, width_ratios=(1, 1, 1, 1, 1.25))
     top = field.solution.max().item()
     finest = rows[-1]["resolution"]
@@ -137,20 +137,4 @@ def write_darcy(path: Path, field: Field, rows: list[dict[str, Any]]) -> Path:
         f"{rows[0]['resolution']}: test sample of median error, {100 * field.error:.2f} %",
         fontsize=12,
     )
-    return _save(figure, path)
-
-
-def _figure(figsize: tuple[float, float]) -> Any:
-    """A figure of the Agg backend, without pyplot and its state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=figsize, dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: Path) -> Path:
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png")
-    return path
+    return save_figure(figure, path)

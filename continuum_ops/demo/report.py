@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from ..training import atomic_write
+from ..training.table import aligned
 
 _COLUMNS = ("mesh", "points", "weights", "median", "worst", "seconds", "peak memory", "N x N scores")
 
@@ -28,7 +26,7 @@ def text(result: dict[str, Any]) -> str:
                 _bytes(row["n_by_n_bytes"]),
             )
         )
-    lines, rule = _aligned(table, left=(0, 2))
+    lines, rule = aligned(table, left=(0, 2))
     batch = min(settings["test_batch_size"], settings["test_trajectories"])
     return "\n".join(
         [
@@ -77,7 +75,7 @@ def _darcy(result: dict[str, Any], settings: dict[str, Any]) -> list[str]:
                 _bytes(row["peak_memory_bytes"]),
             )
         )
-    lines, rule = _aligned(table, left=(0,))
+    lines, rule = aligned(table, left=(0,))
     return [
         f"Darcy flow, a(x) -> u(x): relative L2 errors of {settings['test_samples']} test samples.",
         f"PiT with {training['parameters']:,} parameters, {settings['steps']} steps in "
@@ -97,26 +95,6 @@ def _warning(learns: bool) -> list[str]:
         if learns
         else ["A quick run: the models learned next to nothing and these figures mean nothing.", ""]
     )
-
-
-def _aligned(table: list[tuple[str, ...]], left: tuple[int, ...]) -> tuple[list[str], str]:
-    """The lines of a table, columns `left` flush left and the others right, and a rule of their width."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in table
-    ]
-    return lines, "-" * max(map(len, lines))
-
-
-def write_json(path: Path, result: dict[str, Any]) -> Path:
-    """Write the result; NaN and infinity, which JSON does not know, raise ValueError."""
-    with atomic_write(path) as file:
-        file.write((json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
-    return path
 
 
 def _percent(error: float | None) -> str:

@@ -205,15 +205,24 @@ def preset(name: str, **overrides: Any) -> nn.Module:
         ValueError: an unknown name (the message lists the known ones and the closest).
         TypeError: an override that is not an argument of the model's constructor.
     """
-    if name not in _PRESETS:
-        close = difflib.get_close_matches(str(name), _PRESETS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"name must be one of {', '.join(preset_names())}, was {name!r}{hint}")
-    model, settings = _PRESETS[name]
-    known = inspect.signature(model).parameters
+    model, settings, known = preset_parts(name)
     unknown = sorted(set(overrides) - set(known))
     if unknown:
         raise TypeError(
             f"overrides must be arguments of {model.__name__} ({', '.join(known)}), was {', '.join(unknown)}"
         )
     return model(**{**settings, **overrides})
+
+
+def preset_parts(name: str) -> tuple[type[nn.Module], dict[str, Any], list[str]]:
+    """A preset's model, its settings, and the names of all arguments that the model takes.
+
+    Raises:
+        ValueError: an unknown name (the message lists the known ones and the closest).
+    """
+    if name not in _PRESETS:
+        close = difflib.get_close_matches(str(name), _PRESETS, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"name must be one of {', '.join(preset_names())}, was {name!r}{hint}")
+    model, settings = _PRESETS[name]
+    return model, dict(settings), list(inspect.signature(model).parameters)

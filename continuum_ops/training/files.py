@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import glob
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
@@ -38,6 +40,20 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename in (None, temporary):
             error.filename = str(target)
         raise
+
+
+def remove_leftovers(path: str | os.PathLike[str]) -> None:
+    """Delete the temporary files of killed :func:`atomic_write`s to `path`; nobody may be writing."""
+    target = Path(path)
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def write_json(path: Path, result: dict[str, Any]) -> Path:
+    """Write the result; NaN and infinity, which JSON does not know, raise ValueError."""
+    with atomic_write(path) as file:
+        file.write((json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+    return path
 
 
 def _umask() -> int:

@@ -1,4 +1,4 @@
-"""The training loop of the demonstration and the benchmarks."""
+"""The training loop: of the demonstration, the benchmarks and the experiments."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 
 class Fitted(NamedTuple):
@@ -17,6 +19,157 @@ class Fitted(NamedTuple):
     seconds: float
     cpu_seconds: float
     history: list[dict[str, float]]
+
+
+class Step(NamedTuple):
+    """What a step gave; validation is None where none was due."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    validation: float | None
+
+
+class Training:
+    """Minimises a mean over samples; its state can be saved after any step and goes on bit for bit.
+
+    Batches are drawn from torch's generator, epoch by epoch without repetition; what is left of an epoch and
+    fills no batch is dropped. Gradients are clipped by their norm.
+
+    Args:
+        parameters: to be trained.
+        samples: number of samples, >= batch_size.
+        optimizer: of the parameters.
+        schedule: steps after each step of the optimiser; None: a constant learning rate.
+        steps: optimiser steps, >= 1.
+        batch_size: samples a step.
+        max_norm: bound of the gradient's L2 norm; inf: none.
+
+    Raises:
+        ValueError: fewer samples than a batch has.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        samples: int,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        *,
+        steps: int,
+        batch_size: int,
+        max_norm: float = 1.0,
+    ) -> None:
+        if samples < batch_size:
+            raise ValueError(f"samples must be at least batch_size = {batch_size}, was {samples}")
+        self.parameters = list(parameters)
+        self.samples, self.steps, self.batch_size, self.max_norm = samples, steps, batch_size, max_norm
+        self.optimizer, self.schedule = optimizer, schedule
+        self.step = 0
+        self.order = torch.empty(0, dtype=torch.int64)
+        self.history: list[dict[str, float]] = []
+
+    def run(
+        self,
+        loss: Callable[[Tensor], Tensor],
+        *,
+        validate: Callable[[], float] | None = None,
+        validate_every: int = 100,
+        bar: Any = None,
+        after: Callable[[Step], None] | None = None,
+    ) -> None:
+        """Take the steps that are left.
+
+        Args:
+            loss: maps the indices of a batch, (batch_size,), to a scalar.
+            validate: called every ``validate_every`` steps and at the end; its value goes into the history.
+            validate_every: steps.
+            bar: a tqdm bar that is advanced, or None.
+            after: called after each step, when the state is that between two steps.
+
+        Raises:
+            RuntimeError: a loss that is no finite number.
+        """
+        validation = self.history[-1]["validation"] if self.history else math.nan
+        while self.step < self.steps:
+            if len(self.order) < self.batch_size:
+                self.order = torch.randperm(self.samples)
+            rows, self.order = self.order[: self.batch_size], self.order[self.batch_size :]
+            rate = self.optimizer.param_groups[0]["lr"]
+            batch_loss = loss(rows)
+            self.optimizer.zero_grad()
+            batch_loss.backward()
+            if self.max_norm < math.inf:
+                nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+            self.optimizer.step()
+            if self.schedule is not None:
+                self.schedule.step()
+            self.step += 1
+            value = batch_loss.item()
+            if not math.isfinite(value):
+                raise RuntimeError(f"the training loss is {value} at step {self.step}")
+            due = validate is not None and (self.step % validate_every == 0 or self.step == self.steps)
+            if validate is not None and due:
+                validation = validate()
+                self.history.append({"step": self.step, "loss": value, "validation": validation})
+            if bar is not None:
+                bar.set_postfix_str(f"loss {value:.4f}, validation {validation:.2%}", refresh=False)
+                bar.update()
+            if after is not None:
+                after(Step(self.step, value, float(rate), validation if due else None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser, schedule, step, data order, history, torch's random numbers: tensors and plain data."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "step": self.step,
+            "order": self.order.clone(),  # of the batches to come, not of the storage they are cut from
+            "history": [dict(entry) for entry in self.history],
+            "random": {
+                "cpu": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, the random numbers too. The model's parameters are the caller's to load."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self.step = state["step"]
+        self.order = state["order"]
+        self.history = [dict(entry) for entry in state["history"]]
+        torch.set_rng_state(state["random"]["cpu"])
+        if state["random"]["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["random"]["cuda"])
+
+
+def one_cycle(
+    optimizer: Optimizer,
+    learning_rate: float,
+    steps: int,
+    warm_up: float = 0.1,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+) -> LRScheduler:
+    """torch's OneCycleLR: along a cosine from learning_rate / div_factor up, over ``warm_up`` of the steps.
+
+    Then along another one down to the first value / final_div_factor; Adam's beta_1 goes 0.95, 0.85, 0.95.
+
+    Raises:
+        ValueError: fewer than two steps of warm-up.
+    """
+    if warm_up * steps < 2:
+        raise ValueError(f"warm_up must be 2 steps at least, was {warm_up} of {steps} steps")
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        learning_rate,
+        total_steps=steps,
+        pct_start=warm_up,
+        div_factor=div_factor,
+        final_div_factor=final_div_factor,
+    )
 
 
 def fit(
@@ -34,10 +187,7 @@ def fit(
     validate_every: int = 100,
     bar: Any = None,
 ) -> Fitted:
-    """Minimise a mean over samples: AdamW, one-cycle learning rate, gradients clipped by their norm.
-
-    Batches are drawn from torch's generator, epoch by epoch without repetition; what is left of an epoch and
-    fills no batch is dropped.
+    """Minimise a mean over samples as :class:`Training` does: AdamW, one-cycle learning rate.
 
     Args:
         parameters: to be trained.
@@ -58,35 +208,17 @@ def fit(
         ValueError: fewer samples than a batch has, fewer than two steps of warm-up.
         RuntimeError: a loss that is no finite number.
     """
-    if samples < batch_size:
-        raise ValueError(f"samples must be at least batch_size = {batch_size}, was {samples}")
-    if warm_up * steps < 2:
-        raise ValueError(f"warm_up must be 2 steps at least, was {warm_up} of {steps} steps")
     trained = list(parameters)
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, learning_rate, total_steps=steps, pct_start=warm_up
+    training = Training(
+        trained,
+        samples,
+        optimizer,
+        one_cycle(optimizer, learning_rate, steps, warm_up),
+        steps=steps,
+        batch_size=batch_size,
+        max_norm=max_norm,
     )
     start, cpu_start = time.perf_counter(), time.process_time()
-    history: list[dict[str, float]] = []
-    order, validation = torch.empty(0, dtype=torch.int64), math.nan
-    for step in range(1, steps + 1):
-        if len(order) < batch_size:
-            order = torch.randperm(samples)
-        rows, order = order[:batch_size], order[batch_size:]
-        batch_loss = loss(rows)
-        optimizer.zero_grad()
-        batch_loss.backward()
-        nn.utils.clip_grad_norm_(trained, max_norm)
-        optimizer.step()
-        schedule.step()
-        value = batch_loss.item()
-        if not math.isfinite(value):
-            raise RuntimeError(f"the training loss is {value} at step {step}")
-        if validate is not None and (step % validate_every == 0 or step == steps):
-            validation = validate()
-            history.append({"step": step, "loss": value, "validation": validation})
-        if bar is not None:
-            bar.set_postfix_str(f"loss {value:.4f}, validation {validation:.2%}", refresh=False)
-            bar.update()
-    return Fitted(time.perf_counter() - start, time.process_time() - cpu_start, history)
+    training.run(loss, validate=validate, validate_every=validate_every, bar=bar)
+    return Fitted(time.perf_counter() - start, time.process_time() - cpu_start, training.history)

@@ -31,6 +31,35 @@ def relative_l2(pred: Tensor, target: Tensor, weights: Tensor | None = None) -> 
         TypeError: an argument that is no tensor of a floating dtype, or pred and target of different dtypes.
         ValueError: a shape or device that does not fit.
     """
+    dtype = _check_pair(pred, target, weights)
+    difference, reference = pred.to(dtype) - target.to(dtype), target.to(dtype)
+    if weights is not None:
+        root = weights.to(dtype).sqrt().unsqueeze(-1)
+        difference, reference = difference * root, reference * root
+    # vector_norm, unlike a square root of a sum, has the gradient 0 at 0.
+    norm = torch.linalg.vector_norm
+    return norm(difference, dim=(1, 2)) / norm(reference, dim=(1, 2))
+
+
+def relative_l1(pred: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+    r"""Relative L1 error of each sample, its integrals by the quadrature of the mesh (PiT appendix E.1).
+
+    .. math::
+        \frac{\|pred - target\|_1}{\|target\|_1}, \qquad
+        \|f\|_1 = \int |f| \approx \sum_i w_i \sum_c |f_c(x_i)|
+
+    Arguments, result and errors as of :func:`relative_l2`. Where the two are equal the gradient is 0.
+    """
+    dtype = _check_pair(pred, target, weights)
+    difference, reference = (pred.to(dtype) - target.to(dtype)).abs(), target.to(dtype).abs()
+    if weights is not None:
+        w = weights.to(dtype).unsqueeze(-1)
+        difference, reference = difference * w, reference * w
+    return difference.sum(dim=(1, 2)) / reference.sum(dim=(1, 2))
+
+
+def _check_pair(pred: Tensor, target: Tensor, weights: Tensor | None) -> torch.dtype:
+    """The dtype of the sums of two functions on a mesh."""
     named = {"pred": pred, "target": target}
     if weights is not None:
         named["weights"] = weights
@@ -52,15 +81,7 @@ def relative_l2(pred: Tensor, target: Tensor, weights: Tensor | None = None) -> 
     batch, n = pred.shape[:2]
     if weights is not None and tuple(weights.shape) not in ((n,), (batch, n)):
         raise ValueError(f"weights must have shape {(n,)} or {(batch, n)}, was {tuple(weights.shape)}")
-
-    dtype = torch.promote_types(pred.dtype, torch.float32)
-    difference, reference = pred.to(dtype) - target.to(dtype), target.to(dtype)
-    if weights is not None:
-        root = weights.to(dtype).sqrt().unsqueeze(-1)
-        difference, reference = difference * root, reference * root
-    # vector_norm, unlike a square root of a sum, has the gradient 0 at 0.
-    norm = torch.linalg.vector_norm
-    return norm(difference, dim=(1, 2)) / norm(reference, dim=(1, 2))
+    return torch.promote_types(pred.dtype, torch.float32)
 
 
 def h1_seminorm(f: Tensor, grid: Grid, coefficient: Tensor | None = None) -> Tensor:
@@ -119,12 +140,39 @@ def relative_l2_h1(
         return plain
     dtype = torch.promote_types(pred.dtype, torch.float32)
     root = grid.weights.to(dtype).sqrt().unsqueeze(-1)
-    error = pred.to(dtype) - target.to(dtype)
-    slopes = _weighted_gradient(error, grid, coefficient)
+    error = _h1_norm(pred.to(dtype) - target.to(dtype), grid, gamma, coefficient)
+    return error / torch.linalg.vector_norm(target.to(dtype) * root, dim=(1, 2))
+
+
+def relative_h1(pred: Tensor, target: Tensor, grid: Grid) -> Tensor:
+    r"""Relative H1 error of each sample (CA section 6.2), derivatives as in :func:`h1_seminorm`.
+
+    .. math::
+        \frac{\|pred - target\|_{H^1}}{\|target\|_{H^1}}, \qquad \|f\|_{H^1}^2 = \|f\|^2 + \|\nabla f\|^2
+
+    Args:
+        pred, target: (B, N, C), as in :func:`relative_l2`.
+        grid: as in :func:`h1_seminorm`; its spacing counts, so the value belongs to the functions.
+
+    Returns:
+        (B,), float32 (float64 for float64 inputs). Where the two are equal the gradient is 0.
+
+    Raises:
+        TypeError, ValueError: as :func:`relative_l2` and :func:`h1_seminorm`.
+    """
+    weights = grid.weights if isinstance(grid, Grid) else None
+    dtype = _check_pair(pred, target, weights)
+    exact = target.to(dtype)
+    return _h1_norm(pred.to(dtype) - exact, grid, 1.0, None) / _h1_norm(exact, grid, 1.0, None)
+
+
+def _h1_norm(f: Tensor, grid: Grid, gamma: float, coefficient: Tensor | None) -> Tensor:
+    """(B,): the square root of |f|^2 + gamma |a grad f|^2."""
+    slopes = _weighted_gradient(f, grid, coefficient)
+    root = grid.weights.to(f.dtype).sqrt().unsqueeze(-1)
     # One norm of both parts: its gradient at 0 is 0, which that of a root of a sum is not.
-    both = torch.cat([error * root, gamma**0.5 * slopes], dim=2)
-    norm = torch.linalg.vector_norm
-    return norm(both, dim=(1, 2)) / norm(target.to(dtype) * root, dim=(1, 2))
+    both = torch.cat([f * root, gamma**0.5 * slopes], dim=2)
+    return torch.linalg.vector_norm(both, dim=(1, 2))
 
 
 def _weighted_gradient(f: Tensor, grid: Grid, coefficient: Tensor | None) -> Tensor:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..mesh import Grid
+from ..mesh import Grid, Mesh
 
 
 class PointwiseNormalizer(nn.Module):
-    """Mean and standard deviation of functions at each point of a Grid, on other Grids by interpolation.
+    """Mean and standard deviation of functions at each point of a Grid, on other meshes by interpolation.
 
     ``encode`` maps samples to (y - mean(x)) / std(x), ``decode`` back. On the Grid of the samples mean and
-    std are theirs; on another one they are interpolated, linearly along each axis; beyond the range of an
+    std are theirs; on another mesh they are interpolated, linearly along each axis; beyond the range of an
     axis the end values hold. A point where all samples agree, as on a boundary with Dirichlet values, has
     std 0: ``decode`` gives the value itself there, whatever the model says, and ``encode`` gives 0.
 
@@ -41,26 +43,99 @@ class PointwiseNormalizer(nn.Module):
         for i, axis in enumerate(grid.axes):
             self.register_buffer(f"axis{i}", axis.to(samples.dtype))
 
-    def encode(self, y: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) at the points of the grid -> normalised samples."""
-        std = self._on(self.std, grid)
-        return torch.where(std > 0, (y - self._on(self.mean, grid)) / torch.where(std > 0, std, 1.0), 0.0)
+    def encode(self, y: Tensor, mesh: Mesh) -> Tensor:
+        """(B, N, C) at the points of the mesh -> normalised samples."""
+        std = self.deviation(mesh)
+        return torch.where(std > 0, (y - self.center(mesh)) / torch.where(std > 0, std, 1.0), 0.0)
 
-    def decode(self, y: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) normalised samples at the points of the grid -> samples."""
-        return self._on(self.mean, grid) + self._on(self.std, grid) * y
+    def decode(self, y: Tensor, mesh: Mesh) -> Tensor:
+        """(B, N, C) normalised samples at the points of the mesh -> samples."""
+        return self.center(mesh) + self.deviation(mesh) * y
 
-    def _on(self, values: Tensor, grid: Grid) -> Tensor:
-        """(*shape, C) interpolated to a grid: (N, C)."""
-        for i, x in enumerate(grid.axes):
+    def center(self, mesh: Mesh) -> Tensor:
+        """(N, C), the mean at the points of the mesh."""
+        return self._on(self.mean, mesh)
+
+    def deviation(self, mesh: Mesh) -> Tensor:
+        """(N, C), the standard deviation at the points of the mesh."""
+        return self._on(self.std, mesh)
+
+    def _on(self, values: Tensor, mesh: Mesh) -> Tensor:
+        """(*shape, C) interpolated to a mesh: (N, C)."""
+        if not isinstance(mesh, Grid):
+            return self._at(values, mesh.points)
+        for i, x in enumerate(mesh.axes):
             nodes: Tensor = getattr(self, f"axis{i}")
             x = x.to(nodes.dtype)
             if x.shape == nodes.shape and torch.equal(x, nodes):
                 continue
-            right = torch.searchsorted(nodes, x).clamp(1, len(nodes) - 1)
-            fraction = ((x - nodes[right - 1]) / (nodes[right] - nodes[right - 1])).clamp(0.0, 1.0)
+            right, fraction = _cells(nodes, x)
             shape = [-1 if j == i else 1 for j in range(values.ndim)]
             values = torch.lerp(
                 values.index_select(i, right - 1), values.index_select(i, right), fraction.view(shape)
             )
-        return values.reshape(math.prod(grid.shape), values.shape[-1])
+        return values.reshape(math.prod(mesh.shape), values.shape[-1])
+
+    def _at(self, values: Tensor, points: Tensor) -> Tensor:
+        """(*shape, C) at points (N, d): multilinear in the cell of each."""
+        cells = [
+            _cells(nodes, x.contiguous().to(nodes.dtype))
+            for nodes, x in zip(
+                (getattr(self, f"axis{i}") for i in range(self.axes)), points.unbind(-1), strict=True
+            )
+        ]
+        total = values.new_zeros(len(points), values.shape[-1])
+        for corner in itertools.product((0, 1), repeat=self.axes):
+            weight, index = values.new_ones(len(points)), []
+            for end, (right, fraction) in zip(corner, cells, strict=True):
+                weight = weight * (fraction if end else 1 - fraction)
+                index.append(right - 1 + end)
+            total = total + weight[:, None] * values[tuple(index)]
+        return total
+
+
+class ScaleNormalizer(nn.Module):
+    """One affine map for each channel, the same on every mesh: encode is (y - shift) / scale.
+
+    Args:
+        samples: (n, N, C).
+        kind: "standard", mean and standard deviation over samples and points; "rms", shift 0 and the root
+            of the mean square; "range", the smallest value becomes -1, the largest 1.
+
+    Raises:
+        ValueError: an unknown kind, samples of another shape.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, samples: Tensor, kind: Literal["standard", "rms", "range"]) -> None:
+        super().__init__()
+        if samples.ndim != 3 or samples.numel() == 0:
+            raise ValueError(f"samples must have shape (n, N, C), was {tuple(samples.shape)}")
+        flat = samples.flatten(0, 1)
+        if kind == "standard":
+            shift, scale = flat.mean(0), flat.std(0)
+        elif kind == "rms":
+            shift, scale = torch.zeros_like(flat[0]), flat.square().mean(0).sqrt()
+        elif kind == "range":
+            low, high = flat.amin(0), flat.amax(0)
+            shift, scale = (high + low) / 2, (high - low) / 2
+        else:
+            raise ValueError(f"kind must be standard, rms or range, was {kind!r}")
+        self.register_buffer("shift", shift)
+        self.register_buffer("scale", torch.where(scale > 0, scale, 1.0))
+
+    def encode(self, y: Tensor, mesh: Mesh | None = None) -> Tensor:
+        """(..., C) -> normalised samples; the mesh does not matter."""
+        return (y - self.shift) / self.scale
+
+    def decode(self, y: Tensor, mesh: Mesh | None = None) -> Tensor:
+        """(..., C) normalised samples -> samples."""
+        return y * self.scale + self.shift
+
+
+def _cells(nodes: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The node to the right of each x, and how far x is from the one to the left; the ends hold beyond."""
+    right = torch.searchsorted(nodes, x).clamp(1, len(nodes) - 1)
+    return right, ((x - nodes[right - 1]) / (nodes[right] - nodes[right - 1])).clamp(0.0, 1.0)

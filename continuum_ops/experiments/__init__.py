@@ -1,0 +1,42 @@
+"""The papers' experiments: data, training, evaluation, plots; ``continuum-ops train`` and its sisters.
+
+::
+
+    from continuum_ops import experiments
+
+    config = experiments.load("pit-darcy", small=True, sections={"training": {"seed": 1}})
+    run = experiments.train(config, "runs/pit-darcy-small", data="data")
+    result = experiments.evaluate("runs/pit-darcy-small", data="data")
+    print(result.text)
+    samples = config.data.read(experiments.generate(config.data, "test", "data"), "test")
+    prediction = experiments.predict(run.operator, samples, "mesh", batch_size=10)
+"""
+
+from .config import Config, ConfigError, config_from
+from .evaluation import Evaluation, evaluate
+from .presets import EXPERIMENTS, experiment_names, load
+from .running import Run, open_run, predict, read_log, train
+from .sources import SOURCES, Case, Samples, Source
+from .store import SPLITS, generate
+
+__all__ = [
+    "EXPERIMENTS",
+    "SOURCES",
+    "SPLITS",
+    "Case",
+    "Config",
+    "ConfigError",
+    "Evaluation",
+    "Run",
+    "Samples",
+    "Source",
+    "config_from",
+    "evaluate",
+    "experiment_names",
+    "generate",
+    "load",
+    "open_run",
+    "predict",
+    "read_log",
+    "train",
+]

@@ -1,0 +1,197 @@
+"""A run on every mesh of its experiment: a table, plots and one page of HTML."""
+
+from __future__ import annotations
+
+import math
+import time
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..training import atomic_write, write_json
+from ..training.progress import progress_bar, require
+from ..training.table import aligned
+from .config import Config
+from .operator import METRICS, Operator
+from .running import Run, open_run, predict
+from .sources import Case, Samples
+from .store import generate
+
+
+class Evaluation(NamedTuple):
+    """The result as plain data (evaluation.json), the same as text, and the files that were written."""
+
+    result: dict[str, Any]
+    text: str
+    files: list[Path]
+
+
+class Picture(NamedTuple):
+    """One test sample for a plot; the tensors without their first axis."""
+
+    title: str
+    samples: Samples
+    prediction: Tensor
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    data: str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    out: str | Path | None = None,
+    workers: int = 1,
+    plots: bool = True,
+) -> Evaluation:
+    """Test a trained run on every mesh of its experiment, without training.
+
+    Errors are those of the loss's metric with the quadrature weights of each mesh. A model that takes weights
+    and was trained with those of its mesh is also tested with equal ones. "training mean" is the error of the
+    mean of the training targets, interpolated.
+
+    Writes evaluation.json, evaluation.txt and, with ``plots``, PNG files and report.html.
+
+    Args:
+        run: folder of a training.
+        data: as in :func:`continuum_ops.experiments.train`.
+        checkpoint: another checkpoint in place of the folder's.
+        out: folder of the files; None: that of the run.
+        workers: processes that draw samples.
+        plots: needs matplotlib and jinja2.
+
+    Raises:
+        ConfigError: no run in this folder.
+        CheckpointError: a checkpoint of another model, or a file that is none.
+        ImportError: a package of ``continuum_ops[train]`` is missing.
+    """
+    require("the evaluation", "tqdm", *(("matplotlib", "jinja2") if plots else ()))
+    opened = open_run(run, checkpoint)
+    config, operator = opened.config, opened.operator
+    folder = opened.folder if out is None else Path(out)
+    drawn = generate(config.data, "test", data, workers)
+    rows, pictures = _measure(config, operator, drawn)
+    result = {
+        "name": config.name,
+        "config": config.to_dict(),
+        "parameters": sum(p.numel() for p in operator.model.parameters()),
+        "training": opened.log[-1] if opened.log else None,
+        "rows": rows,
+        "radii": radii(operator),
+    }
+    text = as_text(result)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [write_json(folder / "evaluation.json", result)]
+    with atomic_write(folder / "evaluation.txt") as file:
+        file.write(text.encode())
+    files.append(folder / "evaluation.txt")
+    if plots:
+        files += _draw(folder, opened, result, pictures)
+    return Evaluation(result, text, files)
+
+
+def radii(operator: Operator) -> dict[str, list[float]]:
+    """Learned radii 1 / sqrt(rate) of each head of position attention, by layer (PiT table 5)."""
+    found: dict[str, list[float]] = {}
+    for name, module in operator.model.named_modules():
+        if hasattr(module, "rate_parameter"):
+            with torch.no_grad():
+                found[name] = [1 / math.sqrt(max(rate, 1e-30)) for rate in module.rate.tolist()]
+    return found
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The table of a result."""
+    table: list[tuple[str, ...]] = [("mesh", "points", "weights", "median", "mean", "worst", "training mean")]
+    for row in result["rows"]:
+        errors = [f"{100 * row[key]:.2f} %" for key in ("median", "mean", "worst", "training_mean")]
+        table.append((row["mesh"], f"{row['points']:,}", row["weights"], *errors))
+    lines, rule = aligned(table, left=(0, 2))
+    config, trained = result["config"], result["training"]
+    done = (
+        "no training yet" if trained is None else f"{trained['step']} of {config['training']['steps']} steps"
+    )
+    metric = config["loss"]["metric"].replace("_", " ").replace("l1", "L1").replace("l2", "L2")
+    head = [
+        f"{result['name']}: {metric} errors of {config['data']['test']} test samples.",
+        f"{config['model']['preset']} with {result['parameters']:,} parameters, {done} on the first mesh.",
+        "",
+    ]
+    tail = []
+    if result["radii"]:
+        tail = ["", "Learned radii 1 / sqrt(rate), by head:"]
+        tail += [
+            f"  {name}: {', '.join(f'{r:.3g}' for r in heads)}" for name, heads in result["radii"].items()
+        ]
+    return "\n".join([*head, lines[0], rule, *lines[1:], *tail, ""])
+
+
+def _measure(
+    config: Config, operator: Operator, drawn: dict[str, Tensor]
+) -> tuple[list[dict[str, Any]], list[Picture]]:
+    cases, source, trained = config.data.cases(), config.data, config.model.weights
+    kinds = [trained]
+    if operator.takes_weights and trained == "mesh":
+        kinds.append("equal")
+    metric = METRICS[config.loss.metric]
+    # Pictures of the finest uniform mesh and of those that are not uniform.
+    finest = max((case for case in cases if case.kind == "uniform"), key=lambda case: case.size)
+    rows: list[dict[str, Any]] = []
+    pictures: list[Picture] = []
+    with progress_bar(len(cases) * len(kinds), f"testing {config.name}", "mesh") as bar:
+        for case in cases:
+            samples = source.read(drawn, "test", case)
+            w = samples.target_mesh.weights
+            average = operator.average.center(samples.target_mesh).expand_as(samples.target)
+            plain = metric(average, samples.target, w).mean().item()
+            for weights in kinds:
+                start = time.perf_counter()
+                prediction = predict(operator, samples, weights, config.training.test_batch_size)
+                seconds = time.perf_counter() - start
+                error = metric(prediction, samples.target, w)
+                rows.append(
+                    {
+                        "mesh": case.name + (" (training)" if case == cases[0] else ""),
+                        "kind": case.kind,
+                        "points": len(samples.mesh),
+                        "weights": weights,
+                        "median": error.median().item(),
+                        "mean": error.mean().item(),
+                        "worst": error.max().item(),
+                        "training_mean": plain,
+                        "seconds": seconds,
+                    }
+                )
+                if weights == trained and (case == finest or case.kind != "uniform"):
+                    pictures += _pictures(case, samples, prediction, error)
+                bar.update()
+    return rows, pictures
+
+
+def _pictures(case: Case, samples: Samples, prediction: Tensor, error: Tensor) -> list[Picture]:
+    order = error.argsort()
+    chosen = {"median": int(order[(len(order) - 1) // 2])}
+    if case.kind == "uniform":
+        chosen["largest"] = int(order[-1])
+    return [
+        Picture(
+            f"{case.name}: test sample of {name} error, {100 * error[i].item():.2f} %",
+            samples.each(itemgetter(i)),
+            prediction[i],
+        )
+        for name, i in chosen.items()
+    ]
+
+
+def _draw(folder: Path, run: Run, result: dict[str, Any], pictures: list[Picture]) -> list[Path]:
+    from . import plots, report
+
+    files = [
+        plots.write_resolution(folder / "resolution.png", result["rows"]),
+        plots.write_samples(folder / "samples.png", pictures),
+    ]
+    if run.log:
+        files.append(plots.write_training(folder / "training.png", run.log))
+    return [*files, report.write(folder / "report.html", result, files)]

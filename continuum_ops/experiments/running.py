@@ -1,0 +1,346 @@
+"""Training an experiment into a folder, from where the folder's last checkpoint left it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+
+from ..training import (
+    CheckpointError,
+    Step,
+    Training,
+    atomic_write,
+    load_checkpoint,
+    load_model,
+    one_cycle,
+    save_checkpoint,
+    write_json,
+)
+from ..training.files import remove_leftovers
+from ..training.progress import progress_bar, require
+from .config import Config, ConfigError, config_from, read_file
+from .operator import METRICS, Operator, build, loss_of
+from .sources import Samples
+from .store import generate
+
+CONFIG, CHECKPOINT, LOG = "config.json", "checkpoint.pt", "log.jsonl"
+# Of the noise in validation and tests.
+NOISE_SEED = 1
+
+
+class Run(NamedTuple):
+    """A trained experiment: its folder, its operator in evaluation mode, and its log."""
+
+    folder: Path
+    config: Config
+    operator: Operator
+    log: list[dict[str, Any]]
+
+
+def train(
+    config: Config,
+    out: str | Path,
+    *,
+    data: str | Path | None = None,
+    workers: int = 1,
+    say: Callable[[str], None] = lambda text: None,
+) -> Run:
+    """Train an experiment; a run that was interrupted in this folder goes on, bit for bit on the CPU.
+
+    The folder holds config.json, checkpoint.pt and log.jsonl, one line of JSON for every so many steps. A
+    checkpoint replaces the last one in one step; whatever ends the process, at worst the steps since the last
+    checkpoint are taken again.
+
+    Args:
+        config: of :func:`continuum_ops.experiments.load`.
+        out: the folder; made if it is not there.
+        data: folder where samples are kept between runs; None: drawn in memory.
+        workers: processes that draw samples.
+        say: takes a line of text.
+
+    Raises:
+        ConfigError: settings that do not fit each other, or a folder with a run of another configuration.
+        CheckpointError: a checkpoint of another model, or a file that is none.
+        ImportError: a package of ``continuum_ops[train]`` is missing.
+        OSError: a file cannot be written.
+        RuntimeError: the loss is no finite number.
+    """
+    require("training", "tqdm")
+    folder = Path(out)
+    device = _device(config)
+    source = config.data
+    blank = source.blank()
+    build(config, source.read(blank, "train"), source.statistics(blank))
+    _claim(folder, config)
+    drawn = generate(source, "train", data, workers)
+    samples, statistics = source.read(drawn, "train"), source.statistics(drawn)
+    held_out = source.read(generate(source, "validation", data, workers), "validation")
+    with torch.random.fork_rng(devices=[]), _threads(config.training.threads):
+        torch.manual_seed(config.training.seed)
+        operator = build(config, samples, statistics).to(device)
+        training = _training(config, operator, len(samples.input))
+        checkpoint = folder / CHECKPOINT
+        if checkpoint.exists():
+            _restore(checkpoint, config, operator, training)
+            say(f"goes on from step {training.step} of {training.steps}")
+        log = _Log(folder / LOG, training.step, config.training.log_every)
+        steps = _Steps(config, operator, samples, held_out, device)
+
+        def after(step: Step) -> None:
+            log.add(step)
+            if step.step % config.training.checkpoint_every == 0 or step.step == training.steps:
+                save_checkpoint(checkpoint, _content(config, operator, training))
+
+        operator.train()
+        with (
+            log,
+            progress_bar(training.steps, f"training {config.name}", "step", initial=training.step) as bar,
+        ):
+            training.run(
+                steps.loss,
+                validate=steps.validate,
+                validate_every=config.training.validate_every,
+                bar=bar,
+                after=after,
+            )
+    operator.eval()
+    return Run(folder, config, operator, read_log(folder / LOG))
+
+
+def open_run(folder: str | Path, checkpoint: str | Path | None = None) -> Run:
+    """A trained run, on the CPU; also one whose training has not ended.
+
+    Args:
+        folder: of :func:`train`.
+        checkpoint: another file in place of the folder's.
+
+    Raises:
+        ConfigError: no run in this folder, or none with a checkpoint.
+        CheckpointError: a file that is no checkpoint, or one of another model.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{folder} holds no run: {folder / CONFIG} is missing")
+    config = config_from(read_file(folder / CONFIG))
+    path = folder / CHECKPOINT if checkpoint is None else Path(checkpoint)
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file; the training has not reached its first checkpoint")
+    source = config.data
+    blank = source.blank()
+    operator = build(config, source.read(blank, "train"), source.statistics(blank))
+    load_model(operator, _checkpoint(path, config)["model"], path)
+    return Run(folder, config, operator.eval(), read_log(folder / LOG))
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; the last one may have been cut off and is then left out."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+@torch.no_grad()
+def predict(
+    operator: Operator, samples: Samples, weights: str, batch_size: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Predictions (n, M, C) on the CPU in evaluation mode; the noise, if any, is always the same."""
+    was = operator.training
+    operator.eval()
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+    samples = on_device(samples, device)
+    rows = torch.arange(len(samples.input)).split(batch_size)
+    parts = [operator(operator.perturb(select(samples, i), generator), weights).cpu() for i in rows]
+    operator.train(was)
+    return torch.cat(parts)
+
+
+def select(samples: Samples, rows: Tensor) -> Samples:
+    """Some of the samples, on the same meshes."""
+    return samples.each(lambda x: x[rows])
+
+
+def on_device(samples: Samples, device: torch.device | str) -> Samples:
+    """The samples and their meshes there; the same object where they are."""
+    if torch.device(device).type == "cpu":
+        return samples
+    mesh = samples.mesh.to(device)
+    target_mesh = mesh if samples.target_mesh is samples.mesh else samples.target_mesh.to(device)
+    return samples.each(lambda x: x.to(device))._replace(mesh=mesh, target_mesh=target_mesh)
+
+
+class _Steps:
+    """Loss and validation of a training."""
+
+    def __init__(
+        self, config: Config, operator: Operator, samples: Samples, held_out: Samples, device: torch.device
+    ) -> None:
+        self.config, self.operator, self.device = config, operator, device
+        self.samples, self.held_out = on_device(samples, device), held_out
+        self.function = loss_of(config)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        batch = self.operator.perturb(select(self.samples, rows.to(self.device)))
+        with self._autocast():
+            prediction = self.operator(batch, self.config.model.weights)
+        return self.function(prediction.to(batch.target.dtype), batch).mean()
+
+    def validate(self) -> float:
+        prediction = predict(
+            self.operator,
+            self.held_out,
+            self.config.model.weights,
+            self.config.training.test_batch_size,
+            self.device,
+        )
+        metric = METRICS[self.config.loss.metric]
+        return metric(prediction, self.held_out.target, self.held_out.target_mesh.weights).mean().item()
+
+    def _autocast(self) -> Any:
+        if self.config.training.autocast == "none":
+            return nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self.config.training.autocast))
+
+
+class _Log:
+    """JSON lines, those of steps that will be taken again left out."""
+
+    def __init__(self, path: Path, step: int, every: int) -> None:
+        self.path, self.every = path, every
+        kept = [entry for entry in read_log(path) if entry["step"] <= step]
+        with atomic_write(path) as file:
+            file.writelines((json.dumps(entry) + "\n").encode() for entry in kept)
+        self.before = kept[-1]["seconds"] if kept else 0.0
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+        self.file = self.path.open("a", encoding="utf-8")
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def add(self, step: Step) -> None:
+        if step.step % self.every and step.validation is None:
+            return
+        entry = {k: v for k, v in step._asdict().items() if v is not None}
+        entry["seconds"] = round(self.before + time.perf_counter() - self.start, 3)
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+
+
+def _claim(folder: Path, config: Config) -> None:
+    """Make the folder this configuration's, unless it is another one's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, content = folder / CONFIG, config.to_dict()
+    for name in (CONFIG, CHECKPOINT, LOG):
+        remove_leftovers(folder / name)
+    if path.exists():
+        there = config_from(read_file(path)).to_dict()
+        different = list(_differences(there, content))
+        if different:
+            raise ConfigError(
+                f"{folder} holds a run of another configuration ({'; '.join(different)}): choose another "
+                "folder, or remove this one"
+            )
+    elif (folder / CHECKPOINT).exists():
+        raise ConfigError(f"{folder} holds a checkpoint without {CONFIG}: choose another folder")
+    else:
+        write_json(path, content)
+
+
+def _differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """ "training.steps: 10 there, 20 here" for each value that differs."""
+    for key in {**a, **b}:
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            yield from _differences(x, y, f"{prefix}{key}.")
+        elif x != y:
+            yield f"{prefix}{key}: {x} there, {y} here"
+
+
+def _training(config: Config, operator: Operator, samples: int) -> Training:
+    asked, steps = config.optimizer, config.training.steps
+    kind = torch.optim.Adam if asked.name == "adam" else torch.optim.AdamW
+    optimizer = kind(operator.parameters(), lr=asked.learning_rate, weight_decay=asked.weight_decay)
+    return Training(
+        operator.parameters(),
+        samples,
+        optimizer,
+        _schedule(config, optimizer),
+        steps=steps,
+        batch_size=config.training.batch_size,
+        max_norm=asked.clip or float("inf"),
+    )
+
+
+def _schedule(config: Config, optimizer: Optimizer) -> LRScheduler | None:
+    asked, steps = config.schedule, config.training.steps
+    if asked.name == "one-cycle":
+        rate = config.optimizer.learning_rate
+        return one_cycle(optimizer, rate, steps, asked.warm_up, asked.div_factor, asked.final_div_factor)
+    return CosineAnnealingLR(optimizer, steps) if asked.name == "cosine" else None
+
+
+def _content(config: Config, operator: Operator, training: Training) -> dict[str, Any]:
+    return {
+        "kind": "training",
+        "config": config.to_dict(),
+        "model": operator.state_dict(),
+        "training": training.state_dict(),
+    }
+
+
+def _checkpoint(path: Path, config: Config) -> dict[str, Any]:
+    """A checkpoint of this configuration's model."""
+    content = load_checkpoint(path)
+    if content.get("kind") != "training":
+        raise CheckpointError(f"{path} must be a checkpoint of a training, was one of {content.get('kind')}")
+    here = config.to_dict()
+    for section in ("model", "normalizers"):
+        different = list(_differences(content["config"][section], here[section], f"{section}."))
+        if different:
+            raise CheckpointError(f"{path} is a checkpoint of another model ({'; '.join(different)})")
+    return content
+
+
+def _restore(path: Path, config: Config, operator: Operator, training: Training) -> None:
+    content = _checkpoint(path, config)
+    different = list(_differences(content["config"], config.to_dict()))
+    if different:
+        raise CheckpointError(f"{path} is a checkpoint of another configuration ({'; '.join(different)})")
+    load_model(operator, content["model"], path)
+    training.load_state_dict(content["training"])
+
+
+def _device(config: Config) -> torch.device:
+    try:
+        device = torch.device(config.training.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"training.device must be a device of this machine, was {config.training.device!r}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return device
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,97 @@
+"""Samples on disk: drawn in chunks, each a file that is whole or not there, each with a seed of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..training import CheckpointError, load_checkpoint, save_checkpoint
+from ..training.progress import progress_bar, require
+from .sources import Source, Split, Tensors
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+def generate(source: Source, split: Split, folder: str | Path | None, workers: int = 1) -> Tensors:
+    """All samples of a split; what the folder holds already is read, the rest drawn and kept there.
+
+    The same source gives the same bytes, in one go or interrupted, with any number of workers.
+
+    Args:
+        folder: of the data of all sources; None: nothing is kept.
+        workers: processes that draw.
+
+    Raises:
+        CheckpointError: a file in the folder that does not belong there.
+    """
+    require("the drawing of samples", "tqdm")
+    chunks = list(_chunks(source, split))
+    paths = [None if folder is None else path_of(source, split, i, Path(folder)) for i in range(len(chunks))]
+    if paths and paths[0] is not None:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+    missing = [i for i, path in enumerate(paths) if path is None or not path.exists()]
+    found: dict[int, Tensors] = {}
+    if missing:
+        with progress_bar(
+            len(chunks), f"{source.source}, {split}", "chunk", initial=len(chunks) - len(missing)
+        ) as bar:
+            for i, tensors in _drawn(source, split, missing, workers):
+                found[i] = tensors
+                path = paths[i]
+                if path is not None:
+                    save_checkpoint(path, {"kind": "samples", "tensors": tensors})
+                bar.update()
+    for i, path in enumerate(paths):
+        if i not in found:
+            assert path is not None
+            found[i] = _load(path, chunks[i][1])
+    return {name: torch.cat([found[i][name] for i in range(len(chunks))]) for name in found[0]}
+
+
+def path_of(source: Source, split: Split, index: int, folder: Path) -> Path:
+    """Of a chunk: the folder's name is a hash of all that decides the samples."""
+    content = asdict(source)
+    decides = {k: v for k, v in content.items() if k not in SPLITS} | {"n": content[split], "split": split}
+    text = json.dumps(decides, sort_keys=True)
+    return (
+        folder
+        / f"{source.source}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        / f"{split}-{index:05}.pt"
+    )
+
+
+def _chunks(source: Source, split: Split) -> Iterator[tuple[int, int]]:
+    """(seed, number) of each."""
+    total = getattr(source, split)
+    for i, start in enumerate(range(0, total, source.chunk)):
+        state = np.random.SeedSequence([source.seed, SPLITS.index(split), i]).generate_state(1, np.uint64)
+        yield int(state[0]) >> 1, min(source.chunk, total - start)
+
+
+def _drawn(source: Source, split: Split, indices: list[int], workers: int) -> Iterator[tuple[int, Tensors]]:
+    chunks = list(_chunks(source, split))
+    if workers <= 1 or len(indices) == 1:
+        for i in indices:
+            yield i, source.draw(chunks[i][1], chunks[i][0], split)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        running = {pool.submit(source.draw, chunks[i][1], chunks[i][0], split): i for i in indices}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def _load(path: Path, n: int) -> Tensors:
+    content = load_checkpoint(path)
+    tensors = content.get("tensors")
+    if content.get("kind") != "samples" or not tensors or any(len(t) != n for t in tensors.values()):
+        raise CheckpointError(f"{path} does not hold {n} samples: delete it, and it is drawn again")
+    return tensors
