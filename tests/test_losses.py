@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import continuum_ops as co
-from continuum_ops.training import h1_seminorm, relative_l2, relative_l2_h1
+from continuum_ops.training import h1_seminorm, relative_h1, relative_l1, relative_l2, relative_l2_h1
 
 
 def test_simpson_integrates_the_squares_of_linear_functions_exactly() -> None:
@@ -184,3 +184,43 @@ def test_h1_errors() -> None:
         h1_seminorm(f, grid, torch.ones(3))
     with pytest.raises(ValueError, match=r"gamma must be >= 0, was -1"):
         relative_l2_h1(f, f, grid, -1.0)
+
+
+def test_relative_l1_against_a_closed_form() -> None:
+    # |x| over |2 - x| on [0, 1]: integrals 1/2 and 3/2, exact for the trapezoid rule on any mesh.
+    for axis in (torch.linspace(0, 1, 9).double(), torch.linspace(0, 1, 9).double() ** 2):
+        mesh = co.Grid(axis)
+        target = torch.stack([axis - 2, 2 - axis], -1)[None]
+        shift = torch.stack([axis, -axis], -1)[None]
+        error = relative_l1(target + shift, target, mesh.weights)
+        assert error.shape == (1,) and error.item() == pytest.approx(1 / 3, rel=1e-14)
+    pred, target = torch.randn(2, 3, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    a, b = pred.numpy(), target.numpy()
+    expected = np.abs(a - b).sum((1, 2)) / np.abs(b).sum((1, 2))
+    np.testing.assert_allclose(relative_l1(pred, target).numpy(), expected, rtol=1e-14)
+    exact = target.clone().requires_grad_()
+    relative_l1(exact, target).sum().backward()
+    assert torch.equal(exact.grad, torch.zeros_like(target))
+    with pytest.raises(ValueError, match="target must have the shape of pred"):
+        relative_l1(pred, target[:, :3])
+
+
+def test_relative_h1_against_closed_forms() -> None:
+    # On [0, 1]^2, differences are exact for quadratics: f = x + y^2, g = 1. |f|^2 = 1/3 + 1/3 + 1/5 =
+    # 13/15, |grad f|^2 = 1 + 4/3 = 7/3; with the trapezoid rule to O(h^2).
+    ratios = []
+    for n in (33, 65):
+        grid = co.Grid.uniform((n, n))
+        x, y = grid.points.unbind(1)
+        f, g = (x + y**2)[None, :, None], torch.ones(1, n * n, 1, dtype=torch.float64)
+        error = relative_h1(g + f, g, grid)  # |1|_H1 = 1
+        ratios.append(error.item() - math.sqrt(13 / 15 + 7 / 3))
+    assert abs(ratios[1]) < 3e-4 and ratios[0] / ratios[1] == pytest.approx(4, rel=0.01)
+    # The denominator's gradient counts: f / (2 f).
+    assert relative_h1(f + 2 * f, 2 * f, grid).item() == pytest.approx(0.5, rel=1e-13)
+    assert torch.autograd.gradcheck(
+        lambda p: relative_h1(p, f[:, :9], co.Grid.uniform((3, 3))),
+        torch.rand(1, 9, 1, dtype=torch.float64, requires_grad=True),
+    )
+    with pytest.raises(TypeError, match="grid must be a Grid"):
+        relative_h1(f, f, co.PointCloud(grid.points))

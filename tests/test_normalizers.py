@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import continuum_ops as co
-from continuum_ops.training import PointwiseNormalizer
+from continuum_ops.training import PointwiseNormalizer, ScaleNormalizer
 
 
 def samples(grid: co.Grid, n: int = 7) -> torch.Tensor:
@@ -62,3 +62,51 @@ def test_state_and_errors() -> None:
     for wrong in (torch.ones(3, 19, 1), torch.ones(1, 20, 1), torch.ones(20, 1)):
         with pytest.raises(ValueError, match=r"samples must have shape \(n, 20, C\) with n >= 2"):
             PointwiseNormalizer(wrong, grid)
+
+
+def test_linear_interpolation_at_points() -> None:
+    """Bilinear in the cells, so its interpolant is itself; beyond the grid the nearest edge's value."""
+    axes = (torch.tensor([0.0, 0.3, 1.0]).double(), torch.tensor([0.0, 0.5, 0.6, 1.0]).double())
+    grid = co.Grid(*axes)
+
+    def f(p: torch.Tensor) -> torch.Tensor:
+        x, y = p.unbind(1)
+        return torch.stack([1 + x - 2 * y + 3 * x * y, x * y], 1)
+
+    def g(p: torch.Tensor) -> torch.Tensor:
+        return 2 + p.sum(1, keepdim=True)
+
+    at = grid.points
+    pair = torch.stack([f(at) - g(at) / 2**0.5, f(at) + g(at) / 2**0.5])
+    normalizer = PointwiseNormalizer(pair, grid)
+    points = torch.rand(50, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 0.5
+    cloud = co.PointCloud(points)
+    inside = points.clamp(0, 1)
+    z = torch.randn(3, 50, 2, dtype=torch.float64)
+    expected = (f(inside) + g(inside) * z).numpy()
+    decoded = normalizer.decode(z, cloud)
+    np.testing.assert_allclose(decoded.numpy(), expected, atol=1e-12)
+    np.testing.assert_allclose(normalizer.encode(decoded, cloud).numpy(), z.numpy(), atol=1e-12)
+
+
+def test_scales_by_channel() -> None:
+    y = torch.randn(4, 9, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3 + 1
+    flat = y.numpy().reshape(-1, 2)
+    low, high = flat.min(0), flat.max(0)
+    for kind, shift, scale in (
+        ("standard", flat.mean(0), flat.std(0, ddof=1)),
+        ("rms", 0.0, np.sqrt((flat**2).mean(0))),
+        ("range", (low + high) / 2, (high - low) / 2),
+    ):
+        normalizer = ScaleNormalizer(y, kind)
+        z = normalizer.encode(y)
+        np.testing.assert_allclose(z.numpy(), (y.numpy() - shift) / scale, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(normalizer.decode(z), y)
+        assert sorted(normalizer.state_dict()) == ["scale", "shift"]
+    # A channel that never changes keeps its size.
+    constant = ScaleNormalizer(torch.full((2, 3, 1), 5.0), "standard")
+    assert constant.encode(torch.full((1, 3, 1), 7.0)).flatten().tolist() == [2.0] * 3
+    with pytest.raises(ValueError, match="kind must be standard, rms or range, was 'max'"):
+        ScaleNormalizer(y, "max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"samples must have shape \(n, N, C\), was \(9, 2\)"):
+        ScaleNormalizer(y[0], "rms")

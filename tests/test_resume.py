@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from experiment_cases import tiny
+from tqdm import tqdm
 
-from continuum_ops.experiments import train
+from continuum_ops.experiments import ConfigError, train
 from continuum_ops.training import load_checkpoint
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL and the forkserver are Unix's")
@@ -40,6 +43,7 @@ def work(folder: str, data: str, kill_at: tuple[str, int] | None) -> None:
             return original(*args, **kwargs)
 
         setattr(os, name, killer)
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and a killed one leaves it behind
     train(config(), folder, data=data)
 
 
@@ -182,3 +186,23 @@ def stop_after(count: int) -> Any:
             raise Stopped
 
     return save
+
+
+def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would take the first one's half-written files for leftovers."""
+
+    def meanwhile(*_: Any) -> None:
+        with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} is being trained by another process")):
+            train(config(), tmp_path)
+        raise Stopped
+
+    monkeypatch.setattr("continuum_ops.experiments.running.generate", meanwhile)
+    with pytest.raises(Stopped):
+        train(config(), tmp_path)
+    monkeypatch.setattr("continuum_ops.experiments.running.generate", lambda *_: stop_now())
+    with pytest.raises(Stopped):
+        train(config(), tmp_path)
+
+
+def stop_now() -> None:
+    raise Stopped

@@ -120,10 +120,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole experiment; equal configurations give equal results.
-
-    >>> config = Config.load({"experiment": "pit-darcy", "training": {"steps": 100}})
-    """
+    """A whole experiment, from :func:`continuum_ops.experiments.load`; equal ones give equal results."""
 
     name: str
     data: Source

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 
 from ..mesh import Grid, Mesh
 from ..training.figures import new_figure, save_figure
@@ -13,6 +13,7 @@ from ..training.figures import new_figure, save_figure
 if TYPE_CHECKING:
     from .evaluation import Picture
 
+Array = np.ndarray
 # Colour-blind safe, as in the demonstration.
 TRUTH, MESH, EQUAL, INPUT = "#222222", "#0072B2", "#D55E00", "#777777"
 
@@ -79,7 +80,7 @@ def write_samples(path: Path, pictures: list[Picture]) -> Path:
     for part, picture in zip(figure.subfigures(len(pictures), squeeze=False)[:, 0], pictures, strict=True):
         part.suptitle(picture.title, fontsize=10)
         samples = picture.samples
-        u, truth, prediction = samples.input[:, 0], samples.target[:, 0], picture.prediction[:, 0]
+        u, truth, prediction = (x[:, 0].numpy() for x in (samples.input, samples.target, picture.prediction))
         axes = part.subplots(1, 4)
         if samples.mesh.points.shape[-1] == 1:
             _lines(axes, samples.mesh, samples.target_mesh, u, truth, prediction)
@@ -90,7 +91,7 @@ def write_samples(path: Path, pictures: list[Picture]) -> Path:
     return save_figure(figure, path)
 
 
-def _lines(axes: Any, mesh: Mesh, target_mesh: Mesh, u: Tensor, truth: Tensor, prediction: Tensor) -> None:
+def _lines(axes: Any, mesh: Mesh, target_mesh: Mesh, u: Array, truth: Array, prediction: Array) -> None:
     x, y = mesh.points[:, 0].numpy(), target_mesh.points[:, 0].numpy()
     axes[0].plot(x, u, color=INPUT)
     axes[1].plot(y, truth, color=TRUTH)
@@ -102,12 +103,12 @@ def _lines(axes: Any, mesh: Mesh, target_mesh: Mesh, u: Tensor, truth: Tensor, p
 
 
 def _fields(
-    figure: Any, axes: Any, mesh: Mesh, target_mesh: Mesh, u: Tensor, truth: Tensor, prediction: Tensor
+    figure: Any, axes: Any, mesh: Mesh, target_mesh: Mesh, u: Array, truth: Array, prediction: Array
 ) -> None:
-    low, high = truth.min().item(), truth.max().item()
+    low, high = truth.min(), truth.max()
     difference = prediction - truth
-    bound = max(difference.abs().max().item(), 1e-30)
-    shown: tuple[tuple[Mesh, Tensor, dict[str, Any]], ...] = (
+    bound = max(np.abs(difference).max(), 1e-30)
+    shown: tuple[tuple[Mesh, Array, dict[str, Any]], ...] = (
         (mesh, u, {"cmap": "cividis"}),
         (target_mesh, truth, {"vmin": low, "vmax": high}),
         (target_mesh, prediction, {"vmin": low, "vmax": high}),
@@ -117,7 +118,7 @@ def _fields(
         if isinstance(on, Grid):
             x, y = (a.numpy() for a in on.axes)
             image = axis.pcolormesh(
-                x, y, values.view(on.shape).T, shading="nearest", rasterized=True, **style
+                x, y, values.reshape(on.shape).T, shading="nearest", rasterized=True, **style
             )
         else:
             x, y = on.points.numpy().T

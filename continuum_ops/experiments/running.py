@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
@@ -29,8 +29,14 @@ from ..training.files import remove_leftovers
 from ..training.progress import progress_bar, require
 from .config import Config, ConfigError, config_from, read_file
 from .operator import METRICS, Operator, build, loss_of
+from .ranks import Ranks, ranks
 from .sources import Samples
 from .store import generate
+
+try:
+    import fcntl
+except ImportError:  # Windows: nobody keeps a second process out
+    fcntl = None  # type: ignore[assignment]
 
 CONFIG, CHECKPOINT, LOG = "config.json", "checkpoint.pt", "log.jsonl"
 # Of the noise in validation and tests.
@@ -60,6 +66,8 @@ def train(
     checkpoint replaces the last one in one step; whatever ends the process, at worst the steps since the last
     checkpoint are taken again.
 
+    Under torchrun each process takes its share of every batch (DistributedDataParallel); the first writes.
+
     Args:
         config: of :func:`continuum_ops.experiments.load`.
         out: the folder; made if it is not there.
@@ -80,30 +88,67 @@ def train(
     source = config.data
     blank = source.blank()
     build(config, source.read(blank, "train"), source.statistics(blank))
-    _claim(folder, config)
+    with ranks(device) as processes:
+        if config.training.batch_size % processes.size:
+            raise ConfigError(
+                f"training.batch_size must be a multiple of the {processes.size} processes, "
+                f"was {config.training.batch_size}"
+            )
+        with _claimed(folder, config) if processes.first else nullcontext():
+            if processes.first and data is not None:
+                _samples(config, data, workers)
+            processes.wait()
+            operator = _train(config, folder, processes, _samples(config, data, workers), say)
+            processes.wait()
+    return Run(folder, config, operator.eval(), read_log(folder / LOG))
+
+
+class _Data(NamedTuple):
+    training: Samples
+    statistics: Samples
+    held_out: Samples
+
+
+def _samples(config: Config, data: str | Path | None, workers: int) -> _Data:
+    source = config.data
     drawn = generate(source, "train", data, workers)
-    samples, statistics = source.read(drawn, "train"), source.statistics(drawn)
     held_out = source.read(generate(source, "validation", data, workers), "validation")
+    return _Data(source.read(drawn, "train"), source.statistics(drawn), held_out)
+
+
+def _train(
+    config: Config, folder: Path, processes: Ranks, data: _Data, say: Callable[[str], None]
+) -> Operator:
     with torch.random.fork_rng(devices=[]), _threads(config.training.threads):
-        torch.manual_seed(config.training.seed)
-        operator = build(config, samples, statistics).to(device)
-        training = _training(config, operator, len(samples.input))
+        seed = config.training.seed
+        torch.manual_seed(seed)
+        operator = build(config, data.training, data.statistics).to(processes.device)
+        # Dropout and noise of their own on every process.
+        torch.manual_seed(seed + processes.rank)
+        training = _training(config, operator, len(data.training.input))
         checkpoint = folder / CHECKPOINT
         if checkpoint.exists():
-            _restore(checkpoint, config, operator, training)
-            say(f"goes on from step {training.step} of {training.steps}")
-        log = _Log(folder / LOG, training.step, config.training.log_every)
-        steps = _Steps(config, operator, samples, held_out, device)
+            _restore(checkpoint, config, operator, training, processes)
+            if processes.first:
+                say(f"goes on from step {training.step} of {training.steps}")
+        steps = _Steps(config, operator, data, processes)
+        log = _Log(folder / LOG, training.step, config.training.log_every) if processes.first else None
 
         def after(step: Step) -> None:
-            log.add(step)
+            if log is not None:
+                log.add(step)
             if step.step % config.training.checkpoint_every == 0 or step.step == training.steps:
-                save_checkpoint(checkpoint, _content(config, operator, training))
+                content = _content(config, operator, training, processes)
+                if processes.first:
+                    save_checkpoint(checkpoint, content)
 
         operator.train()
+        title = f"training {config.name}"
         with (
-            log,
-            progress_bar(training.steps, f"training {config.name}", "step", initial=training.step) as bar,
+            log or nullcontext(),
+            progress_bar(training.steps, title, "step", initial=training.step)
+            if processes.first
+            else nullcontext() as bar,
         ):
             training.run(
                 steps.loss,
@@ -111,9 +156,9 @@ def train(
                 validate_every=config.training.validate_every,
                 bar=bar,
                 after=after,
+                average=processes.mean,
             )
-    operator.eval()
-    return Run(folder, config, operator, read_log(folder / LOG))
+    return operator
 
 
 def open_run(folder: str | Path, checkpoint: str | Path | None = None) -> Run:
@@ -182,36 +227,39 @@ def on_device(samples: Samples, device: torch.device | str) -> Samples:
 
 
 class _Steps:
-    """Loss and validation of a training."""
+    """Loss and validation of a training, this process's share of them."""
 
-    def __init__(
-        self, config: Config, operator: Operator, samples: Samples, held_out: Samples, device: torch.device
-    ) -> None:
-        self.config, self.operator, self.device = config, operator, device
-        self.samples, self.held_out = on_device(samples, device), held_out
+    def __init__(self, config: Config, operator: Operator, data: _Data, processes: Ranks) -> None:
+        self.config, self.operator, self.processes = config, operator, processes
+        self.samples, self.held_out = on_device(data.training, processes.device), data.held_out
         self.function = loss_of(config)
+        # Its forward pass readies the sum of the gradients over the processes.
+        self.model: nn.Module = operator
+        if processes.size > 1:
+            self.model = nn.parallel.DistributedDataParallel(operator)
 
     def loss(self, rows: Tensor) -> Tensor:
-        batch = self.operator.perturb(select(self.samples, rows.to(self.device)))
+        own = self.processes.share(rows).to(self.processes.device)
+        batch = self.operator.perturb(select(self.samples, own))
         with self._autocast():
-            prediction = self.operator(batch, self.config.model.weights)
+            prediction = self.model(batch, self.config.model.weights)
         return self.function(prediction.to(batch.target.dtype), batch).mean()
 
     def validate(self) -> float:
-        prediction = predict(
-            self.operator,
-            self.held_out,
-            self.config.model.weights,
-            self.config.training.test_batch_size,
-            self.device,
-        )
-        metric = METRICS[self.config.loss.metric]
-        return metric(prediction, self.held_out.target, self.held_out.target_mesh.weights).mean().item()
+        """The mean error, computed by the first process."""
+        mean = torch.zeros((), dtype=torch.float64, device=self.processes.device)
+        if self.processes.first:
+            asked, held_out = self.config.training, self.held_out
+            weights, device = self.config.model.weights, self.processes.device
+            prediction = predict(self.operator, held_out, weights, asked.test_batch_size, device)
+            metric = METRICS[self.config.loss.metric]
+            mean += metric(prediction, held_out.target, held_out.target_mesh.weights).mean()
+        return (self.processes.mean(mean) * self.processes.size).item()
 
     def _autocast(self) -> Any:
         if self.config.training.autocast == "none":
             return nullcontext()
-        return torch.autocast(self.device.type, getattr(torch, self.config.training.autocast))
+        return torch.autocast(self.processes.device.type, getattr(torch, self.config.training.autocast))
 
 
 class _Log:
@@ -240,12 +288,11 @@ class _Log:
         self.file.flush()
 
 
-def _claim(folder: Path, config: Config) -> None:
-    """Make the folder this configuration's, unless it is another one's."""
+@contextmanager
+def _claimed(folder: Path, config: Config) -> Iterator[None]:
+    """Make the folder this configuration's, unless it is another one's, and keep other processes out."""
     folder.mkdir(parents=True, exist_ok=True)
     path, content = folder / CONFIG, config.to_dict()
-    for name in (CONFIG, CHECKPOINT, LOG):
-        remove_leftovers(folder / name)
     if path.exists():
         there = config_from(read_file(path)).to_dict()
         different = list(_differences(there, content))
@@ -258,6 +305,15 @@ def _claim(folder: Path, config: Config) -> None:
         raise ConfigError(f"{folder} holds a checkpoint without {CONFIG}: choose another folder")
     else:
         write_json(path, content)
+    with path.open("rb") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{folder} is being trained by another process") from None
+        for name in (CONFIG, CHECKPOINT, LOG):
+            remove_leftovers(folder / name)
+        yield
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -282,6 +338,7 @@ def _training(config: Config, operator: Operator, samples: int) -> Training:
         steps=steps,
         batch_size=config.training.batch_size,
         max_norm=asked.clip or float("inf"),
+        generator=torch.Generator().manual_seed(config.training.seed),
     )
 
 
@@ -293,12 +350,13 @@ def _schedule(config: Config, optimizer: Optimizer) -> LRScheduler | None:
     return CosineAnnealingLR(optimizer, steps) if asked.name == "cosine" else None
 
 
-def _content(config: Config, operator: Operator, training: Training) -> dict[str, Any]:
+def _content(config: Config, operator: Operator, training: Training, processes: Ranks) -> dict[str, Any]:
+    state = training.state_dict()
     return {
         "kind": "training",
         "config": config.to_dict(),
         "model": operator.state_dict(),
-        "training": training.state_dict(),
+        "training": {**state, "random": processes.gather(state["random"])},
     }
 
 
@@ -315,13 +373,18 @@ def _checkpoint(path: Path, config: Config) -> dict[str, Any]:
     return content
 
 
-def _restore(path: Path, config: Config, operator: Operator, training: Training) -> None:
+def _restore(path: Path, config: Config, operator: Operator, training: Training, processes: Ranks) -> None:
     content = _checkpoint(path, config)
     different = list(_differences(content["config"], config.to_dict()))
     if different:
         raise CheckpointError(f"{path} is a checkpoint of another configuration ({'; '.join(different)})")
+    state = content["training"]
+    if len(state["random"]) != processes.size:
+        raise CheckpointError(
+            f"{path} is a checkpoint of a training by {len(state['random'])} processes, not {processes.size}"
+        )
     load_model(operator, content["model"], path)
-    training.load_state_dict(content["training"])
+    training.load_state_dict({**state, "random": state["random"][processes.rank]})
 
 
 def _device(config: Config) -> torch.device:

@@ -44,6 +44,7 @@ class Training:
         steps: optimiser steps, >= 1.
         batch_size: samples a step.
         max_norm: bound of the gradient's L2 norm; inf: none.
+        generator: of the data order; None: torch's own.
 
     Raises:
         ValueError: fewer samples than a batch has.
@@ -59,12 +60,13 @@ class Training:
         steps: int,
         batch_size: int,
         max_norm: float = 1.0,
+        generator: torch.Generator | None = None,
     ) -> None:
         if samples < batch_size:
             raise ValueError(f"samples must be at least batch_size = {batch_size}, was {samples}")
         self.parameters = list(parameters)
         self.samples, self.steps, self.batch_size, self.max_norm = samples, steps, batch_size, max_norm
-        self.optimizer, self.schedule = optimizer, schedule
+        self.optimizer, self.schedule, self.generator = optimizer, schedule, generator
         self.step = 0
         self.order = torch.empty(0, dtype=torch.int64)
         self.history: list[dict[str, float]] = []
@@ -77,6 +79,7 @@ class Training:
         validate_every: int = 100,
         bar: Any = None,
         after: Callable[[Step], None] | None = None,
+        average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Take the steps that are left.
 
@@ -86,6 +89,7 @@ class Training:
             validate_every: steps.
             bar: a tqdm bar that is advanced, or None.
             after: called after each step, when the state is that between two steps.
+            average: of the loss over processes that train together.
 
         Raises:
             RuntimeError: a loss that is no finite number.
@@ -93,7 +97,7 @@ class Training:
         validation = self.history[-1]["validation"] if self.history else math.nan
         while self.step < self.steps:
             if len(self.order) < self.batch_size:
-                self.order = torch.randperm(self.samples)
+                self.order = torch.randperm(self.samples, generator=self.generator)
             rows, self.order = self.order[: self.batch_size], self.order[self.batch_size :]
             rate = self.optimizer.param_groups[0]["lr"]
             batch_loss = loss(rows)
@@ -105,7 +109,7 @@ class Training:
             if self.schedule is not None:
                 self.schedule.step()
             self.step += 1
-            value = batch_loss.item()
+            value = (batch_loss if average is None else average(batch_loss)).item()
             if not math.isfinite(value):
                 raise RuntimeError(f"the training loss is {value} at step {self.step}")
             due = validate is not None and (self.step % validate_every == 0 or self.step == self.steps)
@@ -125,6 +129,7 @@ class Training:
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "step": self.step,
             "order": self.order.clone(),  # of the batches to come, not of the storage they are cut from
+            "generator": None if self.generator is None else self.generator.get_state(),
             "history": [dict(entry) for entry in self.history],
             "random": {
                 "cpu": torch.get_rng_state(),
@@ -140,6 +145,8 @@ class Training:
         self.step = state["step"]
         self.order = state["order"]
         self.history = [dict(entry) for entry in state["history"]]
+        if self.generator is not None:
+            self.generator.set_state(state["generator"])
         torch.set_rng_state(state["random"]["cpu"])
         if state["random"]["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["random"]["cuda"])
