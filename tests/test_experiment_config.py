@@ -114,6 +114,9 @@ def test_a_whole_configuration_without_an_experiment() -> None:
         ({"training": {"steps": True}}, "training.steps must be an int, was True"),
         ({"training": {"steps": 0}}, "training.steps must be at least 1, was 0"),
         ({"training": 3}, "training must be a table, was 3"),
+        ({"data": {"source": ["lorenz63"]}}, r"data\.source must be one of .*, was \['lorenz63'\]"),
+        ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay must be finite, was inf"),
+        ({"model": {"dropout": float("nan")}}, "model must hold finite numbers, strings, true, false and"),
         ({"training": {"batch_size": 99}}, "data.train must be at least training.batch_size = 99, was 9"),
         (
             {"schedule": {"warm_up": 0.01}},
@@ -230,6 +233,10 @@ def test_names_and_files(tmp_path: Path) -> None:
         ConfigError, match=r"experiment must be a TOML file or one of .*, was 'fnao-darcy416'"
     ):
         load({"experiment": "fnao-darcy416"})
+    with pytest.raises(ConfigError, match=r"experiment must be a name, was \['pit-darcy'\]"):
+        load({"experiment": ["pit-darcy"]})
+    with pytest.raises(ConfigError, match="cannot be read: .*directory"):
+        load(tmp_path)
     missing = tmp_path / "no.toml"
     with pytest.raises(ConfigError, match=re.escape(f"{missing}: no such file")):
         load(missing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -254,6 +255,11 @@ def test_chunks_do_not_depend_on_how_they_were_drawn(tmp_path: Path, monkeypatch
     assert not torch.equal(generate(source_of(seed=1), "train", None)["input"], whole["input"])
     held_out = generate(source, "validation", None)["input"]
     assert not (set(held_out[:, -1, 0].tolist()) & set(whole["input"][:, -1, 0].tolist()))
+    # Two processes; forked, for the time that starting afresh takes.
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+    shared = generate(source, "train", tmp_path / "shared", workers=2)
+    assert all(torch.equal(whole[name], shared[name]) for name in whole)
     paths[1].write_bytes(b"something else")
     with pytest.raises(CheckpointError, match=re.escape(f"{paths[1]} is no checkpoint of continuum_ops")):
         generate(source, "train", tmp_path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -155,7 +155,7 @@ def config_from(content: Mapping[str, Any]) -> Config:
         if name not in content:
             raise ConfigError(f"the section [{name}] is missing")
     source = sections["data"].pop("source", None)
-    if source not in SOURCES:
+    if not isinstance(source, str) or source not in SOURCES:
         raise ConfigError(
             f"data.source must be one of {', '.join(SOURCES)}, was {source!r}{hint(source, SOURCES)}"
         )
@@ -185,6 +185,12 @@ def _model(section: dict[str, Any]) -> ModelConfig:
         )
     model, _, known = preset_parts(config.preset)
     check_keys("model", section, ("preset", "weights", *known), f" of {model.__name__}")
+    try:
+        json.dumps(section, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model must hold finite numbers, strings, true, false and lists of these, was {section}"
+        ) from error
     return ModelConfig(config.preset, config.weights, section)
 
 
@@ -299,9 +305,11 @@ def _value(name: str, kind: Any, value: Any) -> Any:
             raise ConfigError(f"{name} must be a list, was {value!r}")
         inner = typing.get_args(kind)[0]
         return tuple(_value(f"{name}[{i}]", inner, v) for i, v in enumerate(value))
-    if origin is dict or isinstance(kind, types.GenericAlias):
+    if origin is dict:
         return _mapping(name, value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} must be finite, was {value}")
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{name} must be {_NAMES[kind]}, was {value!r}")

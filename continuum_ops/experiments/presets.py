@@ -288,6 +288,8 @@ def _content(experiment: str | Path | Mapping[str, Any]) -> tuple[str | None, Co
             _known(str(experiment))
         content = read_file(path)
     name = content.pop("experiment", None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"experiment must be a name, was {name!r}")
     if not isinstance(content.get("small", False), bool):
         raise ConfigError(f"small must be true or false, was {content['small']!r}")
     return name, content
