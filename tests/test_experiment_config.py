@@ -235,7 +235,7 @@ def test_names_and_files(tmp_path: Path) -> None:
         load({"experiment": "fnao-darcy416"})
     with pytest.raises(ConfigError, match=r"experiment must be a name, was \['pit-darcy'\]"):
         load({"experiment": ["pit-darcy"]})
-    with pytest.raises(ConfigError, match="cannot be read: .*directory"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*directory"):
         load(tmp_path)
     missing = tmp_path / "no.toml"
     with pytest.raises(ConfigError, match=re.escape(f"{missing}: no such file")):
