@@ -55,6 +55,7 @@ def stop_at(step: int):
     return stop
 
 
+@pytest.mark.slow  # two processes that import torch
 def test_two_processes(tmp_path: Path) -> None:
     mp.spawn(work, (str(tmp_path),), nprocs=RANKS)
     states = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
