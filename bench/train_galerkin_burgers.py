@@ -137,7 +137,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3, help="maximum of the 1cycle schedule")
     parser.add_argument(
-        "--subsample", type=int, default=1, help="train the first epochs on every SUBSAMPLE-th point"
+        "--subsample",
+        type=int,
+        default=4,
+        help="train the first epochs on every SUBSAMPLE-th point (default: 4)",
     )
     parser.add_argument("--fine-share", type=float, default=0.3, help="share of the epochs on all points")
     parser.add_argument("--threads", type=int, default=2)
