@@ -41,7 +41,6 @@ struct PatchMix {
   PatchOperand from, to;
   bool wide;             // `to` has the accumulation type, else from's
   bool add;              // to what is there
-  bool stream;           // past the caches: `to` is larger than they are
   bool hide;             // rows of from that are not finite count as 0
   PatchOperand from_weights;  // multiply from; data is null without
   // Multiply `to`, and the gradient of the weights: sum over heads and channels of (mixed before weights) . query.

@@ -373,7 +373,7 @@ CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, int
   const int64_t channels = at.channels(), ahead = a.to.patch[smaller(p + AHEAD, last)] - a.to.patch[p];
   for (int64_t x = at.x_begin; x < at.x_end; ++x, from += channels) {
     D* point = to + a.to.point[x] + at.c_begin;  // contiguous channels
-    if (!a.stream) prefetch_point<true>(point + ahead, channels);
+    prefetch_point<true>(point + ahead, channels);
     const T w = weights ? weights[a.to_weights.point[x]] : T(1);
     if (w == T(0)) {
       for (int64_t c = 0; c < channels && !a.add; ++c) narrow(T(0), point + c);
@@ -382,11 +382,7 @@ CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, int
     } else if (sizeof(D) == sizeof(T) && channels % lanes<T> == 0) {
       T* same = reinterpret_cast<T*>(point);
       const Vec<T> factor = broadcast(w);
-      if (a.stream && reinterpret_cast<uintptr_t>(same) % 64 == 0 && channels * int64_t(sizeof(T)) % 64 == 0) {
-        for (int64_t c = 0; c < channels; c += lanes<T>) stream(same + c, load_unaligned(from + c) * factor);
-      } else {
-        for (int64_t c = 0; c < channels; c += lanes<T>) store_unaligned(same + c, load_unaligned(from + c) * factor);
-      }
+      for (int64_t c = 0; c < channels; c += lanes<T>) store_unaligned(same + c, load_unaligned(from + c) * factor);
     } else {
       for (int64_t c = 0; c < channels; ++c) narrow(from[c] * w, point + c);
     }
@@ -470,7 +466,6 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
       }
     }
   }
-  if (a.stream) streamed();
 }
 
 // ---- by dtype ----------------------------------------------------------------------------------------------------------

@@ -52,19 +52,6 @@ template <class T> CO_INLINE Vec<T> load_unaligned(const T* p) {
 template <class T> CO_INLINE void store_unaligned(T* p, Vec<T> x) {
   *reinterpret_cast<typename VectorTypes<T>::Unaligned*>(p) = x;
 }
-// Past the caches, p aligned to a vector; streamed() before another thread may read it.
-#if defined(CO_ISA_avx512)
-CO_INLINE void stream(float* p, Vec<float> x) { _mm512_stream_ps(p, x); }
-CO_INLINE void stream(double* p, Vec<double> x) { _mm512_stream_pd(p, x); }
-CO_INLINE void streamed() { _mm_sfence(); }
-#elif defined(CO_ISA_avx2)
-CO_INLINE void stream(float* p, Vec<float> x) { _mm256_stream_ps(p, x); }
-CO_INLINE void stream(double* p, Vec<double> x) { _mm256_stream_pd(p, x); }
-CO_INLINE void streamed() { _mm_sfence(); }
-#else
-template <class T> CO_INLINE void stream(T* p, Vec<T> x) { store(p, x); }
-CO_INLINE void streamed() {}
-#endif
 template <class T> CO_INLINE Vec<T> broadcast(T x) { return x - Vec<T>{}; }
 template <class To, class From> CO_INLINE To bits(From x) {
   static_assert(sizeof(To) == sizeof(From));

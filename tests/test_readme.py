@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,12 +72,9 @@ def _check_laplacian(names):
     assert slope is not None and slope.isfinite().all() and slope.abs().min() > 0
 
 
-def test_measured_blocks_are_those_of_the_result_files():
+def test_measured_blocks_are_those_of_the_result_files(monkeypatch):
     """No figure of README.md is typed by hand: bench/readme.py writes them."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        readme = importlib.import_module("readme")
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    readme = importlib.import_module("readme")
     assert len(readme.BLOCK.findall(README)) >= 8
     assert readme.rewrite(README) == README
