@@ -60,8 +60,10 @@ def ratio(row: Row | None) -> str:
 
 
 def both(default: Row | None, kept: Row | None) -> str:
-    """Default allocator / memory kept."""
-    return " / ".join(dict.fromkeys(filter(None, (ratio(default), ratio(kept)))))
+    """Default allocator / memory kept; a reason that both share once."""
+    texts = [text for text in (ratio(default), ratio(kept)) if text]
+    measured = any(row is not None and "speedup" in row for row in (default, kept))
+    return " / ".join(texts if measured else dict.fromkeys(texts))
 
 
 def share(row: Row | None) -> str:
