@@ -51,6 +51,7 @@ ISAS = {"generic": ""}
 if X86:
     ISAS |= {"avx2": AVX2, "avx512": AVX512}
 KERNELS = [
+    "axis_product_kernel.cpp",
     "continuum_attention_kernel.cpp",
     "patch_attention_kernel.cpp",
     "patch_dft_kernel.cpp",
@@ -58,6 +59,7 @@ KERNELS = [
     "galerkin_attention_kernel.cpp",
 ]
 SOURCES = [
+    "axis_product.cpp",
     "continuum_attention.cpp",
     "patch_attention.cpp",
     "patch_dft.cpp",

@@ -37,11 +37,11 @@ assert extension.build_info()["sanitizer"] == "address", extension.build_info()
 print("sanitized extension:", extension.__file__, "kernels:", extension.isa())
 PYTHON
 
-# The chunked path and the grid forms are PyTorch, the GPU kernels have tests of their own: nothing of them is
+# The chunked path is PyTorch, of the grid forms the axis products are compiled, the GPU kernels have tests of their own: nothing of them is
 # compiled here.
 shopt -s nullglob extglob
 tests=()
-for file in "$root"/tests/test_{continuum,patch,position}_attention*.py "$root"/tests/test_{fourier_patch_attention,philox}.py; do
+for file in "$root"/tests/test_{continuum,patch,position}_attention*.py "$root"/tests/test_{fourier_patch_attention,philox,axis_product}.py; do
   [[ $file == *_@(cuda*|triton|grid*).py ]] || tests+=("$file")
 done
 exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "${WORKERS:-2}" --dist worksteal \

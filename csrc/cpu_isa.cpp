@@ -12,11 +12,12 @@ struct Kernels {
   const PositionAttentionKernels* position;
   const PatchTransformKernels* patch_dft;
   const GalerkinAttentionKernels* galerkin;
+  const AxisProductKernels* axis_product;
 };
 
 #define CO_KERNELS(isa) \
   {&isa::continuum_attention, &isa::patch_attention, &isa::position_attention, &isa::patch_dft, \
-   &isa::galerkin_attention}
+   &isa::galerkin_attention, &isa::axis_product}
 
 const std::vector<Kernels>& available() {
   static const std::vector<Kernels> kernels = [] {
@@ -67,5 +68,6 @@ const PatchTransformKernels& patch_dft_kernels() { return *current().load()->pat
 const PatchAttentionKernels& patch_attention_kernels() { return *current().load()->patch; }
 const PositionAttentionKernels& position_attention_kernels() { return *current().load()->position; }
 const GalerkinAttentionKernels& galerkin_attention_kernels() { return *current().load()->galerkin; }
+const AxisProductKernels& axis_product_kernels() { return *current().load()->axis_product; }
 
 }  // namespace continuum_ops

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "axis_product.h"
 #include "continuum_attention.h"
 #include "galerkin_attention.h"
 #include "patch_attention.h"
@@ -21,5 +22,6 @@ const PatchAttentionKernels& patch_attention_kernels();
 const PatchTransformKernels& patch_dft_kernels();
 const PositionAttentionKernels& position_attention_kernels();
 const GalerkinAttentionKernels& galerkin_attention_kernels();
+const AxisProductKernels& axis_product_kernels();
 
 }  // namespace continuum_ops

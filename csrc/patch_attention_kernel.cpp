@@ -130,44 +130,6 @@ CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, 
   return hidden;
 }
 
-#if defined(CO_ISA_avx512) || defined(CO_ISA_avx2)
-// to[x * ld + l] = from[l * SPACING + x] for x, l < 8
-CO_INLINE void transpose_8x8(const float* from, float* to, int64_t ld) {
-  __m256 r[8], s[8];
-  CO_UNROLL
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * SPACING);
-  CO_UNROLL
-  for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  CO_UNROLL
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44), r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44), r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
-  }
-  CO_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
-}
-#endif
-
-// to[x * PANEL + l] = from[l * SPACING + x]
-template <class T> CO_INLINE void transpose(const T* from, int64_t depth, T* to) {
-  constexpr int64_t P = Tiles<T>::PANEL;
-  int64_t x = 0;
-#if defined(CO_ISA_avx512) || defined(CO_ISA_avx2)
-  if constexpr (sizeof(T) == 4) {
-    for (; x + 8 <= depth; x += 8) {
-      for (int64_t l = 0; l < P; l += 8) transpose_8x8(from + l * SPACING + x, to + x * P + l, P);
-    }
-  }
-#endif
-  for (; x < depth; ++x) {
-    CO_UNROLL
-    for (int64_t l = 0; l < P; ++l) to[x * P + l] = from[l * SPACING + x];
-  }
-}
-
 template <class T, int R, int C>
 CO_INLINE void score_tile(const T* rows, const T* panel, int64_t depth, bool add, T* c, int64_t ldc) {
   constexpr int64_t L = lanes<T>;
@@ -253,7 +215,7 @@ void scores(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64
               hidden |= load_row<T, S>(a.column, b, h, j + l, a.keys - 1, at, nullptr, nullptr, a.hide, row);
             }
           }
-          transpose(strip, depth, panel);
+          transpose<P>(strip, SPACING, depth, panel);
         }
         for (int64_t j = block; j < end; j += P) {
           const T* panel = panels + (j - block) * DEPTH;

@@ -201,6 +201,44 @@ CO_INLINE void multiply_columns(Vec<T> (&acc)[R][C], const T* a, ptrdiff_t lda, 
   }
 }
 
+// ---- transposition -----------------------------------------------------------------------------------------------------
+#if defined(CO_ISA_avx512) || defined(CO_ISA_avx2)
+// to[x * ldt + l] = from[l * ldf + x] for x, l < 8
+CO_INLINE void transpose_8x8(const float* from, int64_t ldf, float* to, int64_t ldt) {
+  __m256 r[8], s[8];
+  CO_UNROLL
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * ldf);
+  CO_UNROLL
+  for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  CO_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44), r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44), r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
+  }
+  CO_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * ldt, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * ldt, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+#endif
+
+// to[x * WIDTH + l] = from[l * spacing + x] for l < WIDTH, a multiple of 8
+template <int64_t WIDTH, class T> CO_INLINE void transpose(const T* from, int64_t spacing, int64_t depth, T* to) {
+  int64_t x = 0;
+#if defined(CO_ISA_avx512) || defined(CO_ISA_avx2)
+  if constexpr (sizeof(T) == 4) {
+    for (; x + 8 <= depth; x += 8) {
+      for (int64_t l = 0; l < WIDTH; l += 8) transpose_8x8(from + l * spacing + x, spacing, to + x * WIDTH + l, WIDTH);
+    }
+  }
+#endif
+  for (; x < depth; ++x) {
+    CO_UNROLL
+    for (int64_t l = 0; l < WIDTH; ++l) to[x * WIDTH + l] = from[l * spacing + x];
+  }
+}
+
 // ---- storage types ---------------------------------------------------------------------------------------------------
 struct bfloat16 { uint16_t bits; };
 struct float16 { uint16_t bits; };

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends import extension
 from . import _functorch
 from ._library import LIBRARY
 
@@ -65,28 +66,32 @@ def axis_order(matrices: Sequence[Tensor]) -> list[int]:
     return sorted(range(len(matrices)), key=lambda i: 1 / matrices[i].shape[-1] - 1 / matrices[i].shape[-2])
 
 
+def _compiled(x: Tensor) -> bool:
+    return x.device.type == "cpu" and extension()[0] is not None
+
+
 def _apply(matrix: Tensor, x: Tensor, axis: int, out: Tensor | None = None) -> Tensor:
     """matrix (m, n) times x (b, n_1, ..., n_d, C), contiguous, along one axis: products on views of x."""
-    before = math.prod(x.shape[: axis + 1])
+    before, columns = math.prod(x.shape[: axis + 1]), math.prod(x.shape[axis + 2 :])
     shape = (*x.shape[: axis + 1], matrix.shape[0], *x.shape[axis + 2 :])
-    columns = math.prod(x.shape[axis + 2 :])
-    if out is not None:
-        out = out.view(before, matrix.shape[0], columns)
-    if columns == 1:
-        y = torch.mm(
-            x.view(before, -1), matrix.t(), out=None if out is None else out.view(before, matrix.shape[0])
-        )
+    flat = (before, matrix.shape[0], columns)
+    if _compiled(x):
+        y = x.new_empty(flat) if out is None else out.view(flat)
+        torch.ops.continuum_ops.axis_product(matrix, x.view(before, -1, columns), y)
     elif before == 1:
-        y = torch.mm(
-            matrix, x.view(-1, columns), out=None if out is None else out.view(matrix.shape[0], columns)
-        )
+        y = torch.mm(matrix, x.view(-1, columns), out=None if out is None else out.view(flat[1:]))
     else:
-        y = torch.bmm(matrix.expand(before, *matrix.shape), x.view(before, -1, columns), out=out)
+        x = x.view(before, -1, columns)
+        y = torch.bmm(matrix.expand(before, *matrix.shape), x, out=None if out is None else out.view(flat))
     return y.view(shape)
 
 
 def _contract(grad: Tensor, x: Tensor, axis: int) -> Tensor:
     """The gradient of matrix in y = _apply(matrix, x, axis): grad x^T over everything but the axis."""
+    if _compiled(x):
+        before, columns = math.prod(x.shape[: axis + 1]), math.prod(x.shape[axis + 2 :])
+        fields = [t.contiguous().view(before, t.shape[axis + 1], columns) for t in (grad, x)]
+        return torch.ops.continuum_ops.axis_contraction(*fields)
     rows = [t.movedim(axis + 1, 0).reshape(t.shape[axis + 1], -1) for t in (grad, x)]
     return rows[0] @ rows[1].mT
 
@@ -166,8 +171,11 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of value and of each matrix; (0,) for those not asked for."""
     p = _Problem(value, matrices, weights)
-    grad_value = value.new_zeros(value.shape) if value_grad else value.new_empty(0)
     grads = [m.new_zeros(m.shape) if matrices_grad else m.new_empty(0) for m in matrices]
+    if p.empty() or not value_grad:
+        grad_value = value.new_zeros(value.shape if value_grad else 0)
+    else:
+        grad_value = value.new_empty(value.shape)
     if p.empty():
         return [grad_value, *grads]
     with torch.no_grad(), torch.autocast(value.device.type, enabled=False):

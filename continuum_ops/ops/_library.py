@@ -92,6 +92,10 @@ LIBRARY.define(
     "grid_product_backward(Tensor grad_out, Tensor value, Tensor[] matrices, Tensor[] weights, "
     "bool value_grad, bool matrices_grad) -> Tensor[]"
 )
+# The compiled kernels of its steps (csrc/axis_product.h), without derivatives: matrix (m, n), of any strides,
+# times x (before, n, columns), and the gradient of that matrix.
+LIBRARY.define("axis_product(Tensor matrix, Tensor x, Tensor(a!) out) -> ()")
+LIBRARY.define("axis_contraction(Tensor grad, Tensor x) -> Tensor")
 # Position attention between grids within a radius; weights (M,), eps of the rule d^2 <= r^2 (1 + 8 eps). The
 # gradients are those of value, rate, weights ((0,) for None) and each axis.
 _WINDOW = (
