@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
-#   make demo | test | test-models | lint | packaging | asan | cuda | bench | clean
+#   make demo | test | test-models | lint | packaging | docs | asan | cuda | bench | clean
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
 #   PYTHON=python3.12       the interpreter that .venv is made of
 #   WORKERS=4               processes that run the tests, one thread each
@@ -15,7 +15,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-models lint packaging asan cuda bench clean FORCE
+.PHONY: demo test test-models lint packaging docs asan cuda bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/continuum-ops demo
@@ -35,6 +35,11 @@ lint: $(STAMP)
 
 packaging: $(STAMP)
 	TORCH="$(TORCH)" $(BIN)/python ci/check_packaging.py
+
+# build/site, which needs no network and no server; --strict: a broken link is an error.
+docs: $(STAMP)
+	$(PIP) $(foreach word,$(TORCH),'$(word)') 'mkdocs>=1.6,<2' 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs -q build --strict
 
 asan: $(STAMP)
 	WORKERS=$(WORKERS) bash ci/sanitized_tests.sh $(BIN)/python

@@ -32,7 +32,7 @@ class GalerkinAttention(nn.Module):
     attention_type out                                                                          GT
     ============== ============================================================================ ==========
     "galerkin"     [x, q] ([x, Ln k]^T W [x, Ln v])                                             eq. (6)
-    "fourier"      ([x, Ln q] [x, Ln k]^T) W [x, v], computed in the order q (k^T W v)          eq. (5)
+    "fourier"      ([x, Ln q] @ [x, Ln k]^T) W [x, v], computed in the order q (k^T W v)        eq. (5)
     "linear"       softmax_channels(q) (softmax_points(k)^T v), q, k, v as in "galerkin"; the   LT, eq. (7)
                    softmax over the keys carries the weights: w e^k / sum w e^k
     "softmax"      continuum attention of [x, Ln q], [x, Ln k], [x, v] with weights w           ST

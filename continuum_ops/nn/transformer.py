@@ -124,13 +124,20 @@ class TransformerEncoder(nn.TransformerEncoder):
         encoder_layer: a :class:`TransformerEncoderLayer`, copied ``num_layers`` times.
         num_layers: number of layers.
         norm: applied after the last layer, or None.
+        enable_nested_tensor, mask_check: accepted as by torch.nn; nested tensors are not used, so that
+            neither changes anything.
 
     Raises:
         TypeError: ``encoder_layer`` is not a :class:`TransformerEncoderLayer` of this package.
     """
 
     def __init__(
-        self, encoder_layer: TransformerEncoderLayer, num_layers: int, norm: nn.Module | None = None
+        self,
+        encoder_layer: TransformerEncoderLayer,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
     ) -> None:
         if not isinstance(encoder_layer, TransformerEncoderLayer):
             raise TypeError(
