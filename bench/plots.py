@@ -3,8 +3,9 @@
     python bench/plots.py                 # every machine with results in bench/results/
     python bench/plots.py --machine NAME
 
-A roofline bounds an operator by what the machine was measured to do: flops by the FMA rate, bytes by the bandwidth
-of a triad. The shares count exponentials too: flops / FMA rate + exponentials / exp2 rate, over the time taken.
+A roofline bounds an operator by what the machine was measured to do: flops by the FMA rate, bytes by the
+bandwidth of a triad. The shares count exponentials too: flops / FMA rate + exponentials / exp2 rate, over
+the time.
 """
 
 from __future__ import annotations
