@@ -22,7 +22,7 @@ from gpu import steps
 from gpu.record import Budget, Record
 
 ROOT = Path(__file__).resolve().parent.parent
-OPS = ("continuum_attention", "position_attention", "patch_attention")
+OPS = ("continuum_attention", "position_attention", "patch_attention", "galerkin_attention")
 WARMERS = 4  # processes that compile for the benchmark while the tests run
 WARM_SECONDS = 60.0  # they have that long at least, and longer while the tests take longer
 ATTEMPTS = 4  # processes of the benchmark: one that loses its CUDA context is replaced, past that case

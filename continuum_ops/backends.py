@@ -11,6 +11,9 @@ from types import ModuleType
 
 import torch
 
+# nn.GalerkinAttention on CUDA tensors: its norms and k^T W v in one Triton kernel, in the place of layer norms and
+# BLAS. Not the default: which is faster has not been measured (bench/gpu_check.py does).
+FUSED_GALERKIN = os.environ.get("CONTINUUM_OPS_FUSED_GALERKIN") == "1"
 _BUILD = "pip install --no-build-isolation -e . (needs a C++ compiler) builds it"
 
 
@@ -66,8 +69,8 @@ def triton_kernels() -> tuple[bool, str]:
     """Whether the Triton kernels import, and Triton's version or the reason."""
     try:
         triton = importlib.import_module("triton")
-        importlib.import_module("continuum_ops.kernels.continuum_attention")
-        importlib.import_module("continuum_ops.kernels.position_attention")
+        for op in ("continuum_attention", "position_attention", "galerkin_attention"):
+            importlib.import_module(f"continuum_ops.kernels.{op}")
     except ImportError as error:
         return False, f"the Triton kernels do not load: {error}"
     return True, triton.__version__
@@ -102,4 +105,6 @@ def backends() -> dict[str, str]:
         cuda = f"Triton {detail}" if found else f"chunked PyTorch: {detail}"
         loaded, reason = cuda_library()
         cuda += "; position_attention: C++" if loaded else f"; no C++ for position_attention: {reason}"
+        if FUSED_GALERKIN and found:
+            cuda += "; nn.GalerkinAttention: fused (CONTINUUM_OPS_FUSED_GALERKIN=1)"
     return {"cpu": cpu, "cuda": cuda}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpu_check_helpers import CASE, CPU, FakeClock, candidate, gpu_check, new_record, operator
 
-from gpu import attention, benchmark, case, patch, position, tables, timing  # isort: skip
+from gpu import attention, benchmark, case, galerkin, patch, position, tables, timing  # isort: skip
 from gpu.record import Budget, Estimates  # isort: skip
 
 
@@ -308,6 +308,32 @@ def test_floors_of_patch_attention_are_bytes_and_products(tmp_path):
     assert "| d | N | memory floor, ms | matrix floor, ms |" in "\n".join(tables.render_rows(rows))
 
 
+@pytest.mark.parametrize("passes", [case.FORWARD, case.BACKWARD])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_every_candidate_of_galerkin_attention_is_right(monkeypatch, precision, passes):
+    """On the CPU the fused operator is composed of the same steps."""
+    chosen = case.Case(galerkin.NAME, precision, passes, 16, 300)
+    inputs = galerkin.inputs(chosen, CPU)
+    for name in galerkin.names(chosen):
+        built = galerkin.candidate(name, chosen, inputs)
+        errors = timing.relative_errors(built.parity(), built.reference)
+        assert max(errors.values()) <= built.bound, (name, errors)
+        assert built.run()[0].shape == (1, 8, 300, 18)
+    equal = replace(inputs.x, weights=torch.full((1, 1, 300), 1 / 300))
+    built = galerkin.candidate(case.OURS, chosen, replace(inputs, x=equal))
+    measured = timing.prepare(built, FakeClock({}))
+    assert measured.reason is not None
+    assert measured.reason.startswith("wrong: off from float64 by out")
+
+
+def test_floors_of_galerkin_attention_are_bytes_and_products():
+    chosen = case.Case(galerkin.NAME, "float32", case.BACKWARD, 128, 65536)
+    rates = {"bytes_per_s": 1e12, "float32_flops": 1e12, "tf32_flops": 6e12}
+    # Eleven tensors of 65536 x 8 x 128 numbers of four bytes; six products of 130 channels, at 6e12 / 3.
+    expected = {"memory_floor_ms": 2.9528, "matrix_floor_ms": 53.163}
+    assert case.floors(chosen, galerkin, rates) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_channels_carry_log_weights_that_one_does_not(dtype):
     """On a graded mesh of 4096 points log w / scale reaches -70, which one bfloat16 channel rounds by 0.1."""
@@ -342,6 +368,6 @@ def test_the_plan_names_every_case_of_the_issue_and_what_matters_first(capsys):
     assert lines[0].endswith(f"{case.OURS}; {attention.EFFICIENT}; {attention.FLEX}")
 
 
-@pytest.mark.parametrize("module", [attention, position, patch])
+@pytest.mark.parametrize("module", [attention, position, patch, galerkin])
 def test_the_small_case_of_the_sanitizer_runs(module):
     module.small(CPU)

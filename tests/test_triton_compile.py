@@ -77,3 +77,55 @@ def test_options_compile(options, monkeypatch):
     monkeypatch.setattr(kernels(), "BOUNDED_FROM", 0)
     log = launch(90, torch.float16 if "dropout" in options else torch.bfloat16, 16, monkeypatch, **options)
     assert_within_bounds(log, 90, 16)
+
+
+# The fused kernel of nn.GalerkinAttention, whose matrix of sums stays in registers. Bytes that a thread may spill.
+GRAM_SPILLS = {16: 0, 64: 0, 128: 0, 256: 0}
+
+
+def launch_gram(capability, dtype, width, monkeypatch, *, pos=True, weights=True, norms=True):
+    kernel = kernels("galerkin_attention")
+    monkeypatch.setattr(kernel, "capability", lambda tensor: capability)
+    rows = torch.zeros(2, 300, 3, width, dtype=dtype).transpose(1, 2)
+    affine = [torch.ones(3, width) if norms else None] * 4
+    with dryrun(capability) as log:
+        kernel.forward(
+            rows,
+            rows,
+            torch.zeros(1, 300, 2) if pos else None,
+            torch.ones(1, 1, 300) if weights else None,
+            *affine,
+            1e-5,
+        )
+    return log
+
+
+def assert_gram_within_bounds(log, capability, width):
+    assert [c.name for c in log.compiled] == ["gram_kernel"]
+    assert log.compiled[0].registers <= 255
+    assert log.compiled[0].spill_bytes <= GRAM_SPILLS[width], log.compiled
+    assert log.launches[0].shared <= SHARED_MEMORY[capability]
+    # Two chunks of each of the six heads, in the first axis of the grid, which alone may pass 65,535.
+    assert log.launches[0].grid == (2 * 6 * max(1, width // 128) ** 2, 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_shipped_configurations_of_galerkin_attention(capability, width, dtype, precision, monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        log = launch_gram(capability, dtype, width, monkeypatch)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert_gram_within_bounds(log, capability, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", ["pos", "weights", "norms"])
+def test_options_of_galerkin_attention_compile(without, monkeypatch):
+    log = launch_gram(90, torch.float32, 64, monkeypatch, **{without: False})
+    assert_gram_within_bounds(log, 90, 64)

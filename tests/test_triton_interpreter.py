@@ -1,4 +1,4 @@
-"""The Triton kernels' numbers without a GPU: test_continuum_attention_cuda*.py under Triton's interpreter.
+"""The Triton kernels' numbers without a GPU: the tests of CUDA tensors below under Triton's interpreter.
 
 The interpreter has to be chosen before triton is imported, so it runs in a process of its own.
 """
@@ -15,7 +15,11 @@ from triton_support import ROOT
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-FILES = ("test_continuum_attention_cuda.py", "test_continuum_attention_cuda_edge.py")
+FILES = (
+    "test_continuum_attention_cuda.py",
+    "test_continuum_attention_cuda_edge.py",
+    "test_galerkin_attention_cuda.py",
+)
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def kernels() -> ModuleType:
-    """continuum_ops.kernels.continuum_attention, from kernels/ where the checkout is not installed."""
+def kernels(op: str = "continuum_attention") -> ModuleType:
+    """continuum_ops.kernels.<op>, from kernels/ where the checkout is not installed."""
     name = "continuum_ops.kernels"
     if importlib.util.find_spec(name) is None:
         spec = importlib.util.spec_from_file_location(
@@ -29,7 +29,7 @@ def kernels() -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
         continuum_ops.kernels = module
-    return importlib.import_module("continuum_ops.kernels.continuum_attention")
+    return importlib.import_module(f"continuum_ops.kernels.{op}")
 
 
 def interpret() -> torch.library.Library:
@@ -37,11 +37,15 @@ def interpret() -> torch.library.Library:
     import triton_interpreter
 
     from continuum_ops.ops import _continuum_attention_cuda as cuda
+    from continuum_ops.ops import _galerkin_attention_fused as fused
 
     assert continuum_ops.backends()["cpu"].startswith("chunked"), "the C++ kernels must not be loaded"
     triton_interpreter.install()
-    kernels().capability = lambda tensor: 90  # type: ignore[attr-defined]
+    for op in ("continuum_attention", "galerkin_attention"):
+        kernels(op).capability = lambda tensor: 90  # type: ignore[attr-defined]
     library = torch.library.Library("continuum_ops", "IMPL")
+    library.impl("galerkin_gram", fused.cuda, "CPU")
+    library.impl("galerkin_gram_backward", fused.cuda_backward, "CPU")
     library.impl("continuum_attention_forward", cuda.forward, "CPU")
     library.impl("continuum_attention_backward", cuda.backward, "CPU")
     return library

@@ -27,9 +27,9 @@ CASE_SECONDS = 0.6  # of timing for a case whose calls are short
 
 
 def operators(names: Sequence[str]) -> dict[str, Operator]:
-    from . import attention, patch, position
+    from . import attention, galerkin, patch, position
 
-    known: dict[str, Any] = {module.NAME: module for module in (attention, position, patch)}
+    known: dict[str, Any] = {module.NAME: module for module in (attention, position, patch, galerkin)}
     return {name: known[name] for name in names}
 
 

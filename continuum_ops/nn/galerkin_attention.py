@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import _galerkin_attention_fused as fused
 from ..ops.continuum_attention import continuum_attention
 from ..ops.fourier_attention import fourier_attention
 from ..ops.galerkin_attention import galerkin_attention
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 AttentionType = Literal["galerkin", "fourier", "linear", "softmax"]
 # Which projections are normalised per head (GT eq. 5, 6 and table 2).
 NORMALIZED = {"galerkin": "kv", "fourier": "qk", "linear": "kv", "softmax": "qk"}
+FUSED = ("galerkin", "fourier")  # what one operator can serve, norms and k^T W v together
 
 
 class GalerkinAttention(nn.Module):
@@ -50,6 +52,13 @@ class GalerkinAttention(nn.Module):
     Dropout acts in training mode only. For "galerkin", "fourier" and "linear" it acts on the (small) matrix
     k^T W v of each head, since the N x M matrix is never formed; for "softmax" on the attention
     probabilities.
+
+    On CUDA the norms are torch's and the products BLAS. With ``CONTINUUM_OPS_FUSED_GALERKIN=1`` in the
+    environment when the package is imported, one Triton kernel normalises k and v of "galerkin" (k of
+    "fourier"), adds the coordinates and sums k^T W v, reading each of k and v once; gradients recompute the
+    norms. It serves float32, bfloat16 and float16, heads up to 256 channels wide, without ``group``; the rest,
+    and what runs under a transform of torch.func, goes the usual way. 16-bit inputs are normalised in float32
+    and not rounded again before the product. It is off until it has been measured on a GPU.
 
     Args:
         embed_dim: channels, divisible by num_heads.
@@ -169,37 +178,68 @@ class GalerkinAttention(nn.Module):
                 raise ValueError(f"{name} must have shape (B, N, {self.embed_dim}), got {tuple(x.shape)}")
         key_pos = query_pos if key_pos is None else key_pos
         q = self._heads(self.q_norm(self._split(self.q_proj(query))), query_pos, "query_pos")
-        k = self._heads(self.k_norm(self._split(self.k_proj(key))), key_pos, "key_pos")
-        v = self._heads(self.v_norm(self._split(self.v_proj(value))), key_pos, "key_pos")
-        w = current_weights(k.shape[-2]) if weights is None else as_weights(weights)
-        if w is not None:
-            w = w.unsqueeze(1) if w.dim() == 2 else w
-            full = (k.shape[0], self.num_heads, k.shape[-2])
-            shapes = (full[2:], (full[0], 1, full[2]), full)
-            if tuple(w.shape) not in shapes:
-                raise ValueError(
-                    f"weights must have shape {full[2:]}, {full[::2]} or {full}, got {tuple(w.shape)}"
-                )
-        out = self._attend(q, k, v, w) if group is None else self._attend_over_ranks(q, k, v, w, group)
+        k, v = self._split(self.k_proj(key)), self._split(self.v_proj(value))
+        w = self._key_weights(weights, *k.shape[:2])
+        if group is None and self._is_fused(k, v):
+            out = self._attend_fused(q, k, v, key_pos, w)
+        else:
+            k = self._heads(self.k_norm(k), key_pos, "key_pos")
+            v = self._heads(self.v_norm(v), key_pos, "key_pos")
+            out = self._attend(q, k, v, w) if group is None else self._attend_over_ranks(q, k, v, w, group)
         return self.out_proj(out.transpose(1, 2).flatten(-2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
-    def _heads(self, x: Tensor, pos: Tensor | None, name: str) -> Tensor:
-        """(B, N, H, head_dim) -> (B, H, N, coord_dim + head_dim)."""
-        batch, n = x.shape[:2]
-        x = x.transpose(1, 2)
+    def _key_weights(self, weights: Tensor | Mesh | None, batch: int, keys: int) -> Tensor | None:
+        """(M,), (B, 1, M) or (B, H, M)."""
+        w = current_weights(keys) if weights is None else as_weights(weights)
+        if w is None:
+            return None
+        w = w.unsqueeze(1) if w.dim() == 2 else w
+        full = (batch, self.num_heads, keys)
+        if tuple(w.shape) not in (full[2:], (batch, 1, keys), full):
+            raise ValueError(
+                f"weights must have shape {full[2:]}, {full[::2]} or {full}, got {tuple(w.shape)}"
+            )
+        return w
+
+    def _coordinates(self, pos: Tensor | None, batch: int, n: int, name: str) -> Tensor | None:
+        """(1 or B, N, coord_dim); None for a layer without coordinates."""
         if self.coord_dim == 0:
             if pos is not None:
                 raise ValueError(f"{name} must be None for a layer with coord_dim=0, got a tensor")
-            return x
+            return None
         shape = (n, self.coord_dim)
         if pos is None or tuple(pos.shape) not in (shape, (batch, *shape)):
             got = None if pos is None else tuple(pos.shape)
             raise ValueError(f"{name} must have shape {shape} or {(batch, *shape)}, got {got}")
-        pos = pos if pos.dim() == 2 else pos.unsqueeze(1)
-        return torch.cat([pos.to(x.dtype).expand(*x.shape[:-1], self.coord_dim), x], dim=-1)
+        return pos if pos.dim() == 3 else pos.unsqueeze(0)
+
+    def _heads(self, x: Tensor, pos: Tensor | None, name: str) -> Tensor:
+        """(B, N, H, head_dim) -> (B, H, N, coord_dim + head_dim)."""
+        pos = self._coordinates(pos, *x.shape[:2], name)
+        x = x.transpose(1, 2)
+        if pos is None:
+            return x
+        pos = pos.unsqueeze(1).to(x.dtype)
+        return torch.cat([pos.expand(*x.shape[:-1], self.coord_dim), x], dim=-1)
+
+    def _is_fused(self, k: Tensor, v: Tensor) -> bool:
+        if self.attention_type not in FUSED or k.shape != v.shape:
+            return False
+        return isinstance(self.k_norm, HeadNorm) and fused.chosen(k)
+
+    def _attend_fused(
+        self, q: Tensor, k: Tensor, v: Tensor, key_pos: Tensor | None, w: Tensor | None
+    ) -> Tensor:
+        """q (B, H, N, coord_dim + head_dim); k, v (B, M, H, head_dim), their norms not yet taken."""
+        assert isinstance(self.k_norm, HeadNorm)
+        pos = self._coordinates(key_pos, *k.shape[:2], "key_pos")
+        k_norm, v_norm = _scale_and_shift(self.k_norm), _scale_and_shift(self.v_norm)
+        dropout_p = self.dropout if self.training else 0.0
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return fused.attention(q, k, v, pos, w, k_norm, v_norm, self.k_norm.eps, dropout_p)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
@@ -281,3 +321,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight + self.bias
+
+
+def _scale_and_shift(norm: nn.Module) -> fused.Norm:
+    return fused.Norm(norm.weight, norm.bias) if isinstance(norm, HeadNorm) else fused.Norm(None, None)

@@ -29,22 +29,23 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None
 def _products(
     query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    return (query.to(dtype) @ gram(key.to(dtype), value.to(dtype), weights)).to(query.dtype)
+
+
+def gram(k: Tensor, v: Tensor, weights: Tensor | None) -> Tensor:
+    """k^T W v, in the dtype of k and v."""
     if weights is None:
         keys = k.shape[-2]
-        gram = (k.transpose(-2, -1) @ v) * (1.0 / keys if keys > 0 else 0.0)
-    else:
-        w = weights.to(dtype)
-        w = w + torch.ops.continuum_ops.check_weights(w.detach())
-        dead = w == 0
-        if _none(dead):
-            gram = (k * w.unsqueeze(-1)).transpose(-2, -1) @ v
-        else:
-            # A row of weight 0 does not exist, forward and backward: blanked on both sides of the product.
-            rows = dead.unsqueeze(-1)
-            weighted = (k * w.masked_fill(dead, 0.0).unsqueeze(-1)).masked_fill_(rows, 0.0)
-            gram = weighted.transpose(-2, -1) @ v.masked_fill(rows, 0.0)
-    return (q @ gram).to(query.dtype)
+        return (k.transpose(-2, -1) @ v) * (1.0 / keys if keys > 0 else 0.0)
+    w = weights.to(k.dtype)
+    w = w + torch.ops.continuum_ops.check_weights(w.detach())
+    dead = w == 0
+    if _none(dead):
+        return (k * w.unsqueeze(-1)).transpose(-2, -1) @ v
+    # A row of weight 0 does not exist, forward and backward: blanked on both sides of the product.
+    rows = dead.unsqueeze(-1)
+    weighted = (k * w.masked_fill(dead, 0.0).unsqueeze(-1)).masked_fill_(rows, 0.0)
+    return weighted.transpose(-2, -1) @ v.masked_fill(rows, 0.0)
 
 
 class Small(torch.autograd.Function):

@@ -134,6 +134,20 @@ LIBRARY.define(
 # Both linear operators: q (k^T W v) of torch's products. Its weights are looked at by an operator of its own.
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
+# [x, Ln k]^T W [x, Ln v] of a layer, (B, H, P + D, P + Dv) in the accumulation dtype: key (B, H, M, D), value
+# (B, H, M, Dv), pos (1 or B, M, P) or None, weights (1 or B, 1 or H, M) or None for 1 / M. scale and shift (H, D)
+# are those of a norm over the channels of a row, None for no norm; pos and weights have the accumulation dtype.
+_GRAM = (
+    "Tensor key, Tensor value, Tensor? pos, Tensor? weights, Tensor? key_scale, Tensor? key_shift, "
+    "Tensor? value_scale, Tensor? value_shift, float eps"
+)
+LIBRARY.define(f"galerkin_gram({_GRAM}) -> Tensor")
+# needs: one for each of the eight tensors; gradients that are not needed have shape (0,).
+LIBRARY.define(
+    f"galerkin_gram_backward(Tensor grad, {_GRAM}, bool[] needs) "
+    "-> (Tensor grad_key, Tensor grad_value, Tensor grad_pos, Tensor grad_weights, Tensor grad_key_scale, "
+    "Tensor grad_key_shift, Tensor grad_value_scale, Tensor grad_value_shift)"
+)
 # The same product in one kernel of the CPU, float32 or float64, leading dimensions and dtypes equal, weights
 # that broadcast to (*L, M); its derivative is galerkin_attention's. grad_weights: (*L, M), or (0,) if not
 # wanted.
