@@ -1,4 +1,4 @@
-"""The Triton kernels of Galerkin attention: k^T W v of keys and values normalised on the way, and its derivative.
+"""The Triton kernels of Galerkin attention: k^T W v of keys and values normalised on the way, and back.
 
 Rows of k and v are points; those of weight 0 are not read. Index vectors become 64-bit before they meet a
 stride: strides and their products pass 2^31. Sums of programs meet in the launcher, in a fixed order.
@@ -90,13 +90,37 @@ def normalised(x, mean, slope, scale, shift, live):
     return tl.where(live[:, None], y, 0.0)
 
 
+# --- coordinates: at most three, so multiply-adds and no product of matrices padded to sixteen columns ------
+
+
+@triton.jit
+def load_axis(base, strides, rows, live, axis):
+    at = base + rows.to(tl.int64) * strides[2] + axis * strides[3]
+    return tl.load(at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def pair_products(base, strides, rows, live, w, P: tl.constexpr, PAIRS: tl.constexpr):
+    """(rows, PAIRS): in column p P + q the product w x_p x_q."""
+    column = tl.arange(0, PAIRS)
+    inside = live[:, None] & (column < P * P)[None, :]
+    at = base + rows.to(tl.int64)[:, None] * strides[2]
+    x = tl.load(at + (column // P).to(tl.int64)[None, :] * strides[3], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(at + (column % P).to(tl.int64)[None, :] * strides[3], mask=inside, other=0.0).to(tl.float32)
+    return x * y * w[:, None]
+
+
+@triton.jit
+def store_vector(pointer, vector, stride, SIZE: tl.constexpr, limit):
+    at = tl.arange(0, SIZE)
+    tl.store(pointer + at.to(tl.int64) * stride, vector, mask=at < limit)
+
+
 # --- the sums ------------------------------------------------------------------------------------
 
 
 @triton.jit
-def block_pointers(
-    base, first_row, first_column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def block_pointers(base, first_row, first_column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of a block of a contiguous matrix with so many columns."""
     width = tl.full([], 0, tl.int64) + columns
     r, c = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
@@ -127,7 +151,7 @@ def gram_kernel(
     key, k_strides, value, v_strides, pos, x_strides, weights, w_strides,
     key_scale, ks_strides, key_shift, kb_strides, value_scale, vs_strides, value_shift, vb_strides,
     sums, leads, heads, M, points, chunks, factor, eps,
-    D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     PARTS: tl.constexpr, PARTS_V: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """factor [x, Ln k]^T W [x, Ln v] over a chunk of points, into a matrix of its own.
@@ -150,11 +174,15 @@ def gram_kernel(
         w_base = lead_base(weights, w_strides, batch, head)
 
     acc = tl.zeros([BD, BDV], tl.float32)
+    # Of each coordinate with k and with v: sums over the rows follow once, after the last tile.
     if P > 0:
         x_base = lead_base(pos, x_strides, batch, head)
-        acc_xx = tl.zeros([BP, BP], tl.float32)
-        acc_xv = tl.zeros([BP, BDV], tl.float32)
-        acc_kx = tl.zeros([BD, BP], tl.float32)
+        pairs = tl.zeros([TILE, 16], tl.float32)
+        k0, v0 = tl.zeros([TILE, BD], tl.float32), tl.zeros([TILE, BDV], tl.float32)
+    if P > 1:
+        k1, v1 = tl.zeros([TILE, BD], tl.float32), tl.zeros([TILE, BDV], tl.float32)
+    if P > 2:
+        k2, v2 = tl.zeros([TILE, BD], tl.float32), tl.zeros([TILE, BDV], tl.float32)
     begin = chunk * points
     end = tl.minimum(begin + points, M)
     for start in range(begin, end, TILE):
@@ -165,37 +193,59 @@ def gram_kernel(
         k = k * w[:, None]
         acc = tl.dot(tl.trans(k), v, acc, input_precision=PRECISION)
         if P > 0:
-            x = load_columns(x_base, x_strides, rows, live, 0, P, BP)
-            acc_kx = tl.dot(tl.trans(k), x, acc_kx, input_precision=PRECISION)
-            weighted = tl.trans(x * w[:, None])
-            acc_xv = tl.dot(weighted, v, acc_xv, input_precision=PRECISION)
-            acc_xx = tl.dot(weighted, x, acc_xx, input_precision=PRECISION)
+            pairs += pair_products(x_base, x_strides, rows, live, w, P, 16)
+            x = load_axis(x_base, x_strides, rows, live, 0)
+            k0 += k * x[:, None]
+            v0 += v * (x * w)[:, None]
+        if P > 1:
+            x = load_axis(x_base, x_strides, rows, live, 1)
+            k1 += k * x[:, None]
+            v1 += v * (x * w)[:, None]
+        if P > 2:
+            x = load_axis(x_base, x_strides, rows, live, 2)
+            k2 += k * x[:, None]
+            v2 += v * (x * w)[:, None]
 
-    out = sums + (chunk.to(tl.int64) * leads + z) * ((P + D) * (P + DV))
+    columns: tl.constexpr = P + DV
+    out = sums + (chunk.to(tl.int64) * leads + z) * ((P + D) * columns)
     size, size_v = D - i * BD, DV - j * BDV
-    at_kv = block_pointers(out, P + i * BD, P + j * BDV, P + DV, BD, BDV)
-    tl.store(at_kv, acc, mask=inside_block(size, size_v, BD, BDV))
+    at = block_pointers(out, P + i * BD, P + j * BDV, columns, BD, BDV)
+    tl.store(at, acc, mask=inside_block(size, size_v, BD, BDV))
+    below, beside = out + (P + i * BD).to(tl.int64) * columns, out + P + j * BDV
     if P > 0:
         if j == 0:
-            at_kx = block_pointers(out, P + i * BD, 0, P + DV, BD, BP)
-            tl.store(at_kx, acc_kx, mask=inside_block(size, P, BD, BP))
+            store_vector(below, tl.sum(k0, 0), columns, BD, size)
+            if P > 1:
+                store_vector(below + 1, tl.sum(k1, 0), columns, BD, size)
+            if P > 2:
+                store_vector(below + 2, tl.sum(k2, 0), columns, BD, size)
         if i == 0:
-            at_xv = block_pointers(out, 0, P + j * BDV, P + DV, BP, BDV)
-            tl.store(at_xv, acc_xv, mask=inside_block(P, size_v, BP, BDV))
+            store_vector(beside, tl.sum(v0, 0), 1, BDV, size_v)
+            if P > 1:
+                store_vector(beside + columns, tl.sum(v1, 0), 1, BDV, size_v)
+            if P > 2:
+                store_vector(beside + 2 * columns, tl.sum(v2, 0), 1, BDV, size_v)
         if block == 0:
-            tl.store(block_pointers(out, 0, 0, P + DV, BP, BP), acc_xx, mask=inside_block(P, P, BP, BP))
+            c = tl.arange(0, 16)
+            tl.store(out + (c // P * columns + c % P), tl.sum(pairs, 0), mask=c < P * P)
 
 
 # --- the derivative ------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_gradient(
+def load_block(
     base, first_row, end_row, first_column, end_column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     at = block_pointers(base, first_row, first_column, columns, ROWS, COLUMNS)
     inside = inside_block(end_row - first_row, end_column - first_column, ROWS, COLUMNS)
     return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_vector(pointer, stride, SIZE: tl.constexpr, limit):
+    at = tl.arange(0, SIZE)
+    return tl.load(pointer + at.to(tl.int64) * stride, mask=at < limit, other=0.0)
 
 
 @triton.jit
@@ -211,66 +261,54 @@ def norm_gradient(g, x, mean, slope, scale, live, WIDTH: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def side(
-    base, strides, other_base, other_strides, other_mean, other_slope, scale, s_strides, shift, b_strides,
-    other_scale, os_strides, other_shift, ob_strides, grad, columns, x, w, rows, live, inside, out, out_strides,
-    mean, slope, head, scale_sum, shift_sum,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, OTHER: tl.constexpr, P: tl.constexpr, BP: tl.constexpr,
-    SLICE: tl.constexpr, TRANSPOSED: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    base, strides, mean, slope, scale, s_strides, shift, b_strides,
+    other_base, other_strides, other_mean, other_slope, other_scale, os_strides, other_shift, ob_strides,
+    grad, columns, x_base, x_strides, w, rows, live, inside, head, out, out_strides, scale_sum, shift_sum,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, OTHER: tl.constexpr, P: tl.constexpr, SLICE: tl.constexpr,
+    IS_KEY: tl.constexpr, MOMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the rows on one side of the product, from the other side's normalised rows.
 
-    t = [x, Ln other] G^T (TRANSPOSED: G), in slices of the other side's channels, which are read again: they
-    are in the cache. Returns the sums of the norm's parameters and, with MOMENTS, t of the coordinates and
-    the sum over this side's channels of Ln row times t.
+    t = [x, Ln other] G^T (key) or [x, Ln other] G (value), in slices of the other side's channels, which are
+    read again: they are in the cache. Returns the sums for the norm's parameters and, with MOMENTS, the sum
+    over the channels of Ln row times t.
     """
     t = tl.zeros([rows.shape[0], BLOCK], tl.float32)
-    t_x = tl.zeros([rows.shape[0], BP], tl.float32)
     for first in range(0, OTHER, SLICE):
         y = load_columns(other_base, other_strides, rows, live, first, OTHER, SLICE)
         if other_scale is not None:
             y_scale = load_affine(other_scale, os_strides, head, first, OTHER, SLICE)
             y_shift = load_affine(other_shift, ob_strides, head, first, OTHER, SLICE)
             y = normalised(y, other_mean, other_slope, y_scale, y_shift, live)
-        if TRANSPOSED:
-            block = load_gradient(grad, P + first, P + OTHER, P, P + WIDTH, columns, SLICE, BLOCK)
+        if IS_KEY:
+            block = tl.trans(load_block(grad, P, P + WIDTH, P + first, P + OTHER, columns, BLOCK, SLICE))
         else:
-            block = tl.trans(load_gradient(grad, P, P + WIDTH, P + first, P + OTHER, columns, BLOCK, SLICE))
+            block = load_block(grad, P + first, P + OTHER, P, P + WIDTH, columns, SLICE, BLOCK)
         t = tl.dot(y, block, t, input_precision=PRECISION)
-        if P > 0 and MOMENTS:
-            if TRANSPOSED:
-                block = load_gradient(grad, P + first, P + OTHER, 0, P, columns, SLICE, BP)
-            else:
-                block = tl.trans(load_gradient(grad, 0, P, P + first, P + OTHER, columns, BP, SLICE))
-            t_x = tl.dot(y, block, t_x, input_precision=PRECISION)
-    if P > 0:
-        if TRANSPOSED:
-            block = load_gradient(grad, 0, P, P, P + WIDTH, columns, BP, BLOCK)
+    for axis in tl.static_range(P):
+        if IS_KEY:
+            along = load_vector(grad + P * columns + axis, columns, BLOCK, WIDTH)
         else:
-            block = tl.trans(load_gradient(grad, P, P + WIDTH, 0, P, columns, BLOCK, BP))
-        t = tl.dot(x, block, t, input_precision=PRECISION)
-        if MOMENTS:
-            block = load_gradient(grad, 0, P, 0, P, columns, BP, BP)
-            if not TRANSPOSED:
-                block = tl.trans(block)
-            t_x = tl.dot(x, block, t_x, input_precision=PRECISION)
+            along = load_vector(grad + axis * columns + P, 1, BLOCK, WIDTH)
+        t += load_axis(x_base, x_strides, rows, live, axis)[:, None] * along[None, :]
 
     row = load_columns(base, strides, rows, live, 0, WIDTH, BLOCK)
     moment = tl.zeros([rows.shape[0]], tl.float32)
     g = tl.where(live[:, None], t * w[:, None], 0.0)
     if scale is None:
         if MOMENTS:
-            moment = tl.sum(row * t, 1)
+            moment += tl.sum(row * t, 1)
         store_rows(out, out_strides, rows, inside, g, WIDTH, BLOCK)
     else:
         scales = load_affine(scale, s_strides, head, 0, WIDTH, BLOCK)
         if MOMENTS:
             shifts = load_affine(shift, b_strides, head, 0, WIDTH, BLOCK)
-            moment = tl.sum(normalised(row, mean, slope, scales, shifts, live) * t, 1)
+            moment += tl.sum(normalised(row, mean, slope, scales, shifts, live) * t, 1)
         grad_row, for_scale, for_shift = norm_gradient(g, row, mean, slope, scales, live, WIDTH, BLOCK)
         store_rows(out, out_strides, rows, inside, tl.where(live[:, None], grad_row, 0.0), WIDTH, BLOCK)
         scale_sum += for_scale
         shift_sum += for_shift
-    return scale_sum, shift_sum, t_x, moment
+    return scale_sum, shift_sum, moment
 
 
 @triton.jit
@@ -279,7 +317,7 @@ def gram_backward_kernel(
     key_scale, ks_strides, key_shift, kb_strides, value_scale, vs_strides, value_shift, vb_strides,
     grad, grad_key, gk_strides, grad_value, gv_strides, grad_pos, grad_weights, key_sums, value_sums,
     leads, heads, M, points, chunks, factor, eps,
-    D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     SLICE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk of points: of key and value, and where wanted of pos (per head) and weights.
@@ -295,9 +333,11 @@ def gram_backward_kernel(
     k_base, v_base = lead_base(key, k_strides, batch, head), lead_base(value, v_strides, batch, head)
     gk_base = lead_base(grad_key, gk_strides, batch, head)
     gv_base = lead_base(grad_value, gv_strides, batch, head)
-    w_base = None
+    w_base, x_base = None, None
     if weights is not None:
         w_base = lead_base(weights, w_strides, batch, head)
+    if P > 0:
+        x_base = lead_base(pos, x_strides, batch, head)
     columns: tl.constexpr = P + DV
     g_base = grad + z.to(tl.int64) * ((P + D) * columns)
     k_scale_sum, k_shift_sum = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
@@ -308,9 +348,6 @@ def gram_backward_kernel(
         rows = start + tl.arange(0, TILE)
         inside = rows < end
         w, live = load_weights(w_base, w_strides, rows, inside, factor)
-        x = None
-        if P > 0:
-            x = load_columns(lead_base(pos, x_strides, batch, head), x_strides, rows, live, 0, P, BP)
         k_mean, k_slope, v_mean, v_slope = None, None, None, None
         if key_scale is not None:
             k = load_columns(k_base, k_strides, rows, live, 0, D, BD)
@@ -318,34 +355,44 @@ def gram_backward_kernel(
         if value_scale is not None:
             v = load_columns(v_base, v_strides, rows, live, 0, DV, BDV)
             v_mean, v_slope = statistics(v, v_base, v_strides, rows, live, eps, DV, BDV, 1)
-        k_scale_sum, k_shift_sum, a_x, moment = side(
-            k_base, k_strides, v_base, v_strides, v_mean, v_slope, key_scale, ks_strides, key_shift, kb_strides,
-            value_scale, vs_strides, value_shift, vb_strides, g_base, columns, x, w, rows, live, inside, gk_base,
-            gk_strides, k_mean, k_slope, head, k_scale_sum, k_shift_sum,
-            D, BD, DV, P, BP, SLICE, False, MOMENTS, PRECISION,
+        k_scale_sum, k_shift_sum, moment = side(
+            k_base, k_strides, k_mean, k_slope, key_scale, ks_strides, key_shift, kb_strides,
+            v_base, v_strides, v_mean, v_slope, value_scale, vs_strides, value_shift, vb_strides,
+            g_base, columns, x_base, x_strides, w, rows, live, inside, head, gk_base, gk_strides,
+            k_scale_sum, k_shift_sum, D, BD, DV, P, SLICE, True, MOMENTS, PRECISION,
         )  # fmt: skip
-        v_scale_sum, v_shift_sum, b_x, _ = side(
-            v_base, v_strides, k_base, k_strides, k_mean, k_slope, value_scale, vs_strides, value_shift, vb_strides,
-            key_scale, ks_strides, key_shift, kb_strides, g_base, columns, x, w, rows, live, inside, gv_base,
-            gv_strides, v_mean, v_slope, head, v_scale_sum, v_shift_sum,
-            DV, BDV, D, P, BP, SLICE, True, MOMENTS, PRECISION,
+        v_scale_sum, v_shift_sum, _ = side(
+            v_base, v_strides, v_mean, v_slope, value_scale, vs_strides, value_shift, vb_strides,
+            k_base, k_strides, k_mean, k_slope, key_scale, ks_strides, key_shift, kb_strides,
+            g_base, columns, x_base, x_strides, w, rows, live, inside, head, gv_base, gv_strides,
+            v_scale_sum, v_shift_sum, DV, BDV, D, P, SLICE, False, False, PRECISION,
         )  # fmt: skip
         at = z.to(tl.int64) * M + rows
+        if P > 0 and MOMENTS:
+            k = normed_block(
+                k_base, k_strides, rows, live, 0, load_affine(key_scale, ks_strides, head, 0, D, BD),
+                load_affine(key_shift, kb_strides, head, 0, D, BD), eps, D, BD, 1,
+            )  # fmt: skip
+            v = normed_block(
+                v_base, v_strides, rows, live, 0, load_affine(value_scale, vs_strides, head, 0, DV, BDV),
+                load_affine(value_shift, vb_strides, head, 0, DV, BDV), eps, DV, BDV, 1,
+            )  # fmt: skip
+            for p in tl.static_range(P):
+                of_a = tl.sum(v * load_vector(g_base + p * columns + P, 1, BDV, DV)[None, :], 1)
+                of_b = tl.sum(k * load_vector(g_base + P * columns + p, columns, BD, D)[None, :], 1)
+                for q in tl.static_range(P):
+                    x = load_axis(x_base, x_strides, rows, live, q)
+                    of_a += x * tl.load(g_base + p * columns + q)
+                    of_b += x * tl.load(g_base + q * columns + p)
+                moment += load_axis(x_base, x_strides, rows, live, p) * of_a
+                if grad_pos is not None:
+                    tl.store(grad_pos + (at * P + p), tl.where(live, (of_a + of_b) * w, 0.0), mask=inside)
         if grad_weights is not None:
-            if P > 0:
-                moment += tl.sum(x * a_x, 1)
             tl.store(grad_weights + at, tl.where(live, moment, 0.0), mask=inside)
-        if grad_pos is not None:
-            both = tl.where(live[:, None], (a_x + b_x) * w[:, None], 0.0)
-            axes = tl.arange(0, BP)
-            to = grad_pos + (at[:, None] * P + axes[None, :])
-            tl.store(to, both, mask=inside[:, None] & (axes < P)[None, :])
     part = chunk.to(tl.int64) * leads + z
     if key_scale is not None:
-        c = tl.arange(0, BD)
-        tl.store(key_sums + part * (2 * D) + c, k_scale_sum, mask=c < D)
-        tl.store(key_sums + part * (2 * D) + D + c, k_shift_sum, mask=c < D)
+        store_vector(key_sums + part * (2 * D), k_scale_sum, 1, BD, D)
+        store_vector(key_sums + (part * (2 * D) + D), k_shift_sum, 1, BD, D)
     if value_scale is not None:
-        c = tl.arange(0, BDV)
-        tl.store(value_sums + part * (2 * DV) + c, v_scale_sum, mask=c < DV)
-        tl.store(value_sums + part * (2 * DV) + DV + c, v_shift_sum, mask=c < DV)
+        store_vector(value_sums + part * (2 * DV), v_scale_sum, 1, BDV, DV)
+        store_vector(value_sums + (part * (2 * DV) + DV), v_shift_sum, 1, BDV, DV)

@@ -17,7 +17,7 @@ from ._galerkin_attention_kernels import gram_backward_kernel, gram_kernel
 
 __all__ = ["backward", "forward", "serves"]
 
-MAX_WIDTH, MAX_COORDINATES = 256, 16
+MAX_WIDTH, MAX_COORDINATES = 256, 3
 MIN_CAPABILITY = 80  # TF32 products
 # A program sums so many points: short sums lose little (a tensor core truncates what it adds to), long ones
 # write little. The short chunks are for problems that would leave the GPU idle otherwise.
@@ -35,11 +35,11 @@ class Config(NamedTuple):
 # By the padded width of key or value, whichever is wider: forward, backward. Chosen by what ptxas spills
 # (tests/test_triton_compile.py has the bounds); not measured on a GPU.
 _CONFIGS = {
-    16: (Config(64, 4, 2), Config(64, 4, 2)),
-    32: (Config(64, 4, 2), Config(64, 4, 2)),
-    64: (Config(32, 4, 2), Config(32, 4, 2)),
-    128: (Config(32, 8, 2), Config(32, 8, 2)),
-    256: (Config(32, 8, 2), Config(16, 8, 1)),
+    16: (Config(32, 2, 2), Config(32, 4, 2)),
+    32: (Config(16, 2, 2), Config(16, 4, 2)),
+    64: (Config(16, 4, 2), Config(16, 4, 2)),
+    128: (Config(16, 8, 2), Config(16, 8, 2)),
+    256: (Config(16, 8, 2), Config(16, 8, 1)),
 }
 
 
@@ -124,7 +124,7 @@ def forward(*args: Any) -> Tensor:
     gram_kernel[(batch * heads * chunks * parts * parts_v,)](
         *_tensors(x), sums,
         batch * heads, heads, keys, points, chunks, 1.0 / keys if x.weights is None else 1.0, x.eps,
-        D=d, DV=dv, P=p, BD=bd, BDV=bdv, BP=16, PARTS=parts, PARTS_V=parts_v,
+        D=d, DV=dv, P=p, BD=bd, BDV=bdv, PARTS=parts, PARTS_V=parts_v,
         PRECISION=_precision(x.key.dtype), TILE=config.tile,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -155,13 +155,15 @@ def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
             grad_key, _strides(grad_key), grad_value, _strides(grad_value), grad_pos if p > 0 else None,
             grad_weights, key_sums, value_sums,
             batch * heads, heads, keys, points, chunks, 1.0 / keys if x.weights is None else 1.0, x.eps,
-            D=d, DV=dv, P=p, BD=bd, BDV=bdv, BP=16, SLICE=min(32, bd, bdv),
+            D=d, DV=dv, P=p, BD=bd, BDV=bdv, SLICE=min(32, bd, bdv),
             PRECISION=_precision(x.key.dtype), TILE=config.tile,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     of_pos = None if grad_pos is None else grad_pos.sum(1)
     of_norms = [
-        None if sums is None else sums[..., i, :].sum((0, 1)) for sums in (key_sums, value_sums) for i in (0, 1)
+        None if sums is None else sums[..., i, :].sum((0, 1))
+        for sums in (key_sums, value_sums)
+        for i in (0, 1)
     ]
     summed = [
         new(0) if g is None or t is None else g.sum_to_size(t.shape).to(t.dtype)

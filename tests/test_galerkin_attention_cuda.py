@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from continuum_cuda import DEVICE, DTYPES, names, on_gpu_only, place, pytestmark
+from continuum_cuda import DEVICE, DTYPES, on_gpu_only, place, pytestmark
 from helpers import draw
 from test_galerkin_attention_layer import B, H, M, N, formula, inputs, make
 from torch import Tensor
@@ -24,6 +24,7 @@ from continuum_ops.ops import _galerkin_attention_fused as fused
 __all__ = ["pytestmark"]  # the marks, for pytest to find
 
 EPS = 1e-5
+SHIPPED = kernels("galerkin_attention")._CONFIGS
 INF, NAN = math.inf, math.nan
 
 
@@ -47,13 +48,17 @@ def on_device(monkeypatch):
         pytest.skip("no CUDA device")
     monkeypatch.setattr(fused, "DEVICES", (DEVICE.type,))
     kernel, launches = kernels("galerkin_attention"), []
+    if INTERPRETED:  # which takes a time per tile
+        monkeypatch.setattr(
+            kernel, "_CONFIGS", dict.fromkeys(kernel._CONFIGS, (kernel.Config(64, 4, 2),) * 2)
+        )
     forward = kernel.forward
     monkeypatch.setattr(kernel, "forward", lambda *args: (launches.append(args), forward(*args))[1])
     return launches
 
 
 def case(
-    leads=(2, 3), m=60, d=16, dv=9, dtype=torch.float32, p=2, weights="keys", norms="kv", offset=0.0
+    leads=(2, 2), m=60, d=16, dv=9, dtype=torch.float32, p=2, weights="keys", norms="kv", offset=0.0
 ) -> Case:
     batch, heads = leads
     key, value = draw((*leads, m, d), dtype, 1) + offset, draw((*leads, m, dv), dtype, 2)
@@ -156,35 +161,42 @@ def check(x: Case) -> dict[str, Tensor]:
 # --- values and gradients ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("weights", ["none", "keys", "batch", "heads", "full"])
+@pytest.mark.parametrize(
+    "dtype, weights",
+    [*((torch.float32, w) for w in ("none", "batch", "heads", "full")), *((d, "keys") for d in DTYPES)],
+    ids=str,
+)
 def test_values_and_gradients(dtype, weights, on_device):
-    check(case(dtype=dtype, weights=weights, m=90))
+    check(case(dtype=dtype, weights=weights, m=70))
     assert len(on_device) == 1
 
 
-@pytest.mark.parametrize("norms", ["kv", "k", "v", ""])
-@pytest.mark.parametrize("p", [0, 1, 3])
+@pytest.mark.parametrize("norms, p", [("kv", 0), ("k", 1), ("v", 3), ("", 2), ("kv", 3), ("k", 0)])
 def test_norms_and_coordinates(norms, p):
-    check(case(norms=norms, p=p))
+    check(case((1, 2), norms=norms, p=p))
+
+
+def test_shipped_tiles(monkeypatch):
+    kernel = kernels("galerkin_attention")
+    monkeypatch.setattr(kernel, "_CONFIGS", SHIPPED)
+    check(case((1, 1), 40, 20, 33))
 
 
 @pytest.mark.parametrize(
-    "d, dv", [(1, 1), (2, 3), (15, 17), (24, 24), (31, 33), (65, 64), (96, 96), (129, 5), (3, 147), (256, 256)]
+    "d, dv",
+    [(1, 1), (2, 3), (15, 17), (24, 24), (31, 33), (65, 64), (96, 96), (129, 5), (3, 147), (256, 256)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=names)
-def test_widths(dtype, d, dv):
+def test_widths(d, dv):
     """CASES 17 and 23: no powers of two, D != Dv, blocks of a matrix that is wider than one."""
-    check(case((1, 2), 40, d, dv, dtype))
+    check(case((1, 1), 40, d, dv, torch.bfloat16 if d in (15, 65) else torch.float32))
 
 
-@pytest.mark.parametrize("m", [1, 2, 15, 17, 127, 129, 255, 256, 257, 513])
+@pytest.mark.parametrize("m", [1, 2, 15, 17, 127, 129, 256, 257, 513])
 def test_lengths(m):
-    check(case((1, 2), m, 8, 8))
-    check(case((1, 2), m, 8, 8, weights="none"))
+    check(case((1, 1), m, 8, 8, weights="none" if m in (17, 257) else "keys"))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 0), (0, 3, 5), (2, 0, 5)])
+@pytest.mark.parametrize("shape", [(2, 2, 0), (0, 2, 5), (2, 0, 5)])
 def test_nothing_to_sum(shape, on_device):
     """CASES 12."""
     *leads, m = shape
@@ -197,12 +209,11 @@ def test_long_chunks_give_the_same_sums(monkeypatch):
     """Both lengths of a program's sum, the second over a chunk of 1024 points that is not full."""
     kernel = kernels("galerkin_attention")
     x = case((1, 1), 1100, 8, 8)
-    monkeypatch.setattr(kernel, "PROGRAMS", 1)
-    assert kernel.points_per_program(1, 1100) == 1024
-    check(x)
-    monkeypatch.setattr(kernel, "PROGRAMS", 10**6)
-    assert kernel.points_per_program(1, 1100) == 256
-    check(x)
+    true = by_formula(double(x))
+    for programs, points in ((1, 1024), (10**6, 256)):
+        monkeypatch.setattr(kernel, "PROGRAMS", programs)
+        assert kernel.points_per_program(1, 1100) == points
+        assert (ours(x) - true).abs().max() <= 2e-6 * true.abs().max()
 
 
 @pytest.mark.parametrize("precision, allowed", [("highest", 2e-6), ("high", 5e-3)])
@@ -234,18 +245,19 @@ def test_affine_parameters_of_16_bits():
 
 def test_tiny_weights_in_float16():
     """1e-7 is below float16's smallest normal number; the sum is not."""
-    x = case(dtype=torch.float16, weights="none", m=200)
-    out = ours(x._replace(weights=torch.full((1, 1, 200), 1e-7)))
-    torch.testing.assert_close(out, ours(x) * 200 * 1e-7, rtol=1e-5, atol=1e-12)
+    x = case((1, 1), dtype=torch.float16)._replace(weights=torch.full((1, 1, 60), 1e-7))
+    true = by_formula(double(x))
+    assert (ours(x) - true).abs().max() <= 2e-3 * true.abs().max()
 
 
 # --- edge rules ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize(
+    "dtype, bad", [(torch.float32, NAN), (torch.float32, INF), (torch.bfloat16, NAN)], ids=str
+)
 def test_dead_rows_do_not_exist(dtype, bad):
-    x = case(dtype=dtype, weights="batch")
+    x = case((2, 1), dtype=dtype, weights="batch")
     x.weights[..., ::3] = 0
     clean = check(x)
     dirty = x._replace(key=x.key.clone(), value=x.value.clone(), pos=x.pos.clone())
@@ -261,16 +273,16 @@ def test_dead_rows_do_not_exist(dtype, bad):
 
 def test_the_first_tiles_dead():
     """CASES 4."""
-    x = case((1, 1), 600, 8, 8)
-    x.weights[..., :512] = 0
-    few = Case(*(t[..., 512:, :] for t in x[:3]), x.weights[..., 512:], *x[4:])
+    x = case((1, 1), 300, 8, 8)
+    x.weights[..., :256] = 0
+    few = Case(*(t[..., 256:, :] for t in x[:3]), x.weights[..., 256:], *x[4:])
     torch.testing.assert_close(ours(x), ours(few), rtol=1e-6, atol=1e-6)
     check(x)
 
 
 def test_all_weights_zero():
     """CASES 3."""
-    result = run(ours, case()._replace(weights=torch.zeros(1, 1, 60)), torch.ones(2, 3, 18, 11))
+    result = run(ours, case()._replace(weights=torch.zeros(1, 1, 60)), torch.ones(2, 2, 18, 11))
     assert all(not t.any() for t in result.values())
 
 
@@ -279,10 +291,10 @@ def test_invalid_weights_make_nan_of_their_lead(bad):
     """No synchronisation: the affected matrix is NaN, others are right."""
     x = case(weights="full")
     true = ours(x)
-    x.weights[1, 2, 5] = bad
+    x.weights[1, 1, 5] = bad
     out = ours(x)
-    assert out[1, 2].isnan().all()
-    assert torch.equal(out[0], true[0]) and torch.equal(out[1, :2], true[1, :2])
+    assert out[1, 1].isnan().all()
+    assert torch.equal(out[0], true[0]) and torch.equal(out[1, 0], true[1, 0])
 
 
 def test_nan_in_a_live_row_comes_out():
@@ -295,10 +307,9 @@ def test_nan_in_a_live_row_comes_out():
 
 
 @pytest.mark.parametrize("how", ["heads last", "sliced", "expanded", "unaligned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=names)
-def test_strides(how, dtype):
+def test_strides(how):
     """CASES 5, 7, 8, 20: the layer's views, junk around a slice, stride 0, storage offset 1."""
-    x = case(dtype=dtype, weights="full", d=8, dv=8)
+    x = case(dtype=torch.bfloat16 if how == "unaligned" else torch.float32, weights="full", d=8, dv=8)
     true = ours(x)
 
     def moved(t: Tensor) -> Tensor:
@@ -312,10 +323,10 @@ def test_strides(how, dtype):
         return flat[1:].view(t.shape)
 
     if how == "expanded":
-        x = x._replace(key=x.key[:1].expand(2, 3, 60, 8), value=x.value[:1].expand(2, 3, 60, 8))
+        x = x._replace(key=x.key[:1].expand(2, 2, 60, 8), value=x.value[:1].expand(2, 2, 60, 8))
         true = ours(x._replace(key=x.key.contiguous(), value=x.value.contiguous()))
         x = x._replace(pos=x.pos[:1], weights=x.weights[:1, :1])
-        same = x._replace(pos=x.pos.repeat(2, 1, 1), weights=x.weights.repeat(2, 3, 1))
+        same = x._replace(pos=x.pos.repeat(2, 1, 1), weights=x.weights.repeat(2, 2, 1))
         true = ours(same._replace(key=x.key.contiguous(), value=x.value.contiguous()))
     else:
         weights = moved(x.weights[..., None])[..., 0]
@@ -354,18 +365,18 @@ def test_many_leads():
 
 def test_same_bits_twice():
     """CASES 14."""
-    x = case(m=600)
+    x = case((1, 2), m=300)
     first = ours(x)
     for _ in range(2 if INTERPRETED else 30):
         assert torch.equal(ours(x), first)
 
 
-@pytest.mark.parametrize("what", ["float64", "257 channels", "17 coordinates"])
+@pytest.mark.parametrize("what", ["float64", "257 channels", "4 coordinates"])
 def test_what_the_kernel_does_not_take_is_composed(what, on_device):
     x = {
         "float64": lambda: double(case((1, 1), 20, 4, 4)),
         "257 channels": lambda: case((1, 1), 20, 257, 4),
-        "17 coordinates": lambda: case((1, 1), 20, 4, 4, p=17),
+        "4 coordinates": lambda: case((1, 1), 20, 4, 4, p=4),
     }[what]()
     true = by_formula(double(x))
     eps = torch.finfo(x.key.dtype).eps
@@ -381,8 +392,16 @@ def layer_and_inputs(kind, **options):
     return layer, [t.float() for t in inputs()]
 
 
-@pytest.mark.parametrize("kind", ["galerkin", "fourier"])
-@pytest.mark.parametrize("shape", [None, (M,), (B, M), (B, H, M)], ids=str)
+def call(layer, given, weights=None):
+    x, y, x_pos, y_pos = given
+    return layer(x, y, query_pos=x_pos, key_pos=y_pos, weights=weights)
+
+
+@pytest.mark.parametrize(
+    "kind, shape",
+    [("galerkin", (B, M)), ("galerkin", (B, H, M)), ("fourier", None), ("fourier", (M,))],
+    ids=str,
+)
 def test_the_layer_is_the_formula(kind, shape, on_device):
     """Output and the gradient of every parameter and input."""
     layer, given = layer_and_inputs(kind)
@@ -397,7 +416,7 @@ def test_the_layer_is_the_formula(kind, shape, on_device):
 
     layer = layer.to(DEVICE)
     on = [t.to(DEVICE).requires_grad_() for t in given]
-    out = layer(*on, weights=None if w is None else w.to(DEVICE))
+    out = call(layer, on, None if w is None else w.to(DEVICE))
     found = torch.autograd.grad(out, [*on, *layer.parameters()], g.to(DEVICE, out.dtype))
     assert len(on_device) == 1
     for a, b in zip((out, *found), (true, *expected), strict=True):
@@ -406,20 +425,24 @@ def test_the_layer_is_the_formula(kind, shape, on_device):
         )
 
 
-@pytest.mark.parametrize("kind, options", [("galerkin", {"normalize": False}), ("linear", {}), ("softmax", {})])
+@pytest.mark.parametrize(
+    "kind, options", [("galerkin", {"normalize": False}), ("linear", {}), ("softmax", {})]
+)
 def test_layers_that_have_nothing_to_fuse(kind, options, on_device):
     layer, given = layer_and_inputs(kind, **options)
-    layer.to(DEVICE)(*(t.to(DEVICE) for t in given))
+    call(layer.to(DEVICE), [t.to(DEVICE) for t in given])
     assert on_device == []
 
 
 def test_the_layer_under_autocast(on_device):
     layer, given = layer_and_inputs("galerkin")
-    true = formula(copy.deepcopy(layer).double(), *(t.double() for t in given), torch.full((M,), 1 / M).double())
+    true = formula(
+        copy.deepcopy(layer).double(), *(t.double() for t in given), torch.full((M,), 1 / M).double()
+    )
     layer = layer.to(DEVICE)
     on = [t.to(DEVICE).requires_grad_() for t in given]
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        out = layer(*on)
+        out = call(layer, on)
     assert out.dtype == torch.bfloat16 and len(on_device) == 1
     assert (out.double().cpu() - true).abs().max() <= 3e-2 * true.abs().max()
     out.float().sum().backward()
@@ -430,10 +453,10 @@ def test_dropout_acts_on_the_small_matrix():
     """All of it dropped leaves the bias; none of it in evaluation."""
     layer, given = layer_and_inputs("galerkin", dropout=1.0)
     layer, on = layer.to(DEVICE), [t.to(DEVICE) for t in given]
-    calm = layer(*on)
-    assert torch.equal(calm, layer(*on)) and calm.shape == (B, N, 6)
+    calm = call(layer, on)
+    assert torch.equal(calm, call(layer, on)) and calm.shape == (B, N, 6)
     layer.train()
-    assert torch.equal(layer(*on), layer.out_proj.bias.expand_as(calm))
+    assert torch.equal(call(layer, on), layer.out_proj.bias.expand_as(calm))
 
 
 def test_a_layer_without_coordinates(on_device):

@@ -1,8 +1,8 @@
-"""The norms and products of nn.GalerkinAttention: layer norms and BLAS, as it does by default, or one Triton kernel.
+"""Norms and products of nn.GalerkinAttention: layer norms and BLAS, the default, or the fused Triton kernels.
 
-B = 1, 8 heads of 32 or 128 channels and two coordinates on n points with quadrature weights; q, k and v are views of
-the projections, (B, N, H, D) in memory. The whole output and the gradients of q, k and v are compared.
-``CONTINUUM_OPS_FUSED_GALERKIN=1`` should become the default where the second column is faster.
+B = 1, 8 heads of 32 or 128 channels and two coordinates on n points with quadrature weights; q, k and v are
+views of the projections, (B, N, H, D) in memory. The whole output and the gradients of q, k and v are
+compared. What ``CONTINUUM_OPS_FUSED_GALERKIN=1`` switches on should be the default if it is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADS, COORDINATES, EPS = 8, 2, 1e-5
 SIZES = (65536, 8192)
 DIMS = (32, 128)
 
-FUSED = "fused Triton kernel"
+FUSED = "fused Triton kernels"
 
 
 def cases() -> list[Case]:
@@ -63,7 +63,7 @@ def flops(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Inputs:
-    """query, key, value (1, H, n, D), grad_out (1, H, n, P + D), pos (1, n, P), weights (1, 1, n), norms (H, D)."""
+    """query, key, value (1, H, n, D), grad_out (1, H, n, P + D), pos (1, n, P), weights (1, 1, n)."""
 
     query: Tensor
     key: Tensor

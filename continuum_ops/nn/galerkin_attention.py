@@ -55,10 +55,11 @@ class GalerkinAttention(nn.Module):
 
     On CUDA the norms are torch's and the products BLAS. With ``CONTINUUM_OPS_FUSED_GALERKIN=1`` in the
     environment when the package is imported, one Triton kernel normalises k and v of "galerkin" (k of
-    "fourier"), adds the coordinates and sums k^T W v, reading each of k and v once; gradients recompute the
-    norms. It serves float32, bfloat16 and float16, heads up to 256 channels wide, without ``group``; the rest,
-    and what runs under a transform of torch.func, goes the usual way. 16-bit inputs are normalised in float32
-    and not rounded again before the product. It is off until it has been measured on a GPU.
+    "fourier"), adds the coordinates and sums k^T W v, each of k and v read once; another one takes the
+    gradients back, the norms computed anew. They serve float32, bfloat16 and float16 with head_dim <= 256 and
+    coord_dim <= 3; other layers, ``group`` and the transforms of torch.func go the usual way. 16-bit
+    projections are normalised in float32 and not rounded again before the product. The switch is off by
+    default until the kernels have been measured on a GPU.
 
     Args:
         embed_dim: channels, divisible by num_heads.

@@ -1,7 +1,8 @@
 """q (k^T W v) with the layer norms of k and v and the coordinates in every head as one operator.
 
-On CUDA tensors a Triton kernel reads each of k and v once; everywhere else, and for derivatives, it is layer norms
-and torch's products. ``nn.GalerkinAttention`` comes here where CONTINUUM_OPS_FUSED_GALERKIN=1.
+On CUDA tensors Triton kernels read each of k and v once, forward and backward; for other tensors, what the
+kernels do not take and second derivatives it is composed of torch's own operators. ``nn.GalerkinAttention``
+comes here where CONTINUUM_OPS_FUSED_GALERKIN=1.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def no_autocast(tensor: Tensor) -> torch.autocast:
 
 
 def chosen(key: Tensor) -> bool:
-    """Whether the operator, and not layer norms and BLAS one by one, was asked for and knows the transforms."""
+    """Whether the operator was asked for, and no transform is active that it does not know."""
     return key.device.type in DEVICES and not transforms_active()
 
 
@@ -118,9 +119,11 @@ def _composed(*args: Any) -> Tensor:
 
 
 def _composed_derivative(grad: Tensor, *args: Any) -> list[Tensor | None]:
-    """The gradient of each tensor, in differentiable steps itself: with a, b the rows of both sides of a point
-    and G = grad, da = w G b, db = w G^T a, dw = a . G b."""
-    key, value, pos, weights = args[:4]
+    """The gradient of each tensor, differentiable itself.
+
+    With a, b the rows of both sides of a point and G = grad: da = w G b, db = w G^T a, dw = a . G b.
+    """
+    key, _, pos, weights = args[:4]
     with no_autocast(key):
         a, b = _sides(args)
         t, u = b.rows @ grad.mT, a.rows @ grad
@@ -133,7 +136,7 @@ def _composed_derivative(grad: Tensor, *args: Any) -> list[Tensor | None]:
             w = w.unsqueeze(-1)
         t, u = w * t, w * u
         p = 0 if pos is None else pos.shape[-1]
-        of_pos = None if pos is None else (t + u if p == 0 else t[..., :p] + u[..., :p]).sum(1)
+        of_pos = None if pos is None else (t[..., :p] + u[..., :p]).sum(1)
         of_key, *of_key_norm = a.derivative(t[..., p:])
         of_value, *of_value_norm = b.derivative(u[..., p:])
         grads = (of_key, of_value, of_pos, of_weights, *of_key_norm, *of_value_norm)
@@ -205,7 +208,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Norms are taken anew, so none is held from the forward to the backward pass; second derivatives are theirs."""
+    """Norms are taken anew, so that none is held from the forward to the backward pass."""
     tensors, needs = ctx.saved_tensors, list(ctx.needs_input_grad[:-1])
     if torch.is_grad_enabled():
         return (*_composed_derivative(grad, *tensors, ctx.eps), None)

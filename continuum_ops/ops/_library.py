@@ -135,8 +135,8 @@ LIBRARY.define(
 LIBRARY.define("galerkin_attention(Tensor query, Tensor key, Tensor value, Tensor? weights) -> Tensor")
 LIBRARY.define("check_weights(Tensor weights) -> Tensor")
 # [x, Ln k]^T W [x, Ln v] of a layer, (B, H, P + D, P + Dv) in the accumulation dtype: key (B, H, M, D), value
-# (B, H, M, Dv), pos (1 or B, M, P) or None, weights (1 or B, 1 or H, M) or None for 1 / M. scale and shift (H, D)
-# are those of a norm over the channels of a row, None for no norm; pos and weights have the accumulation dtype.
+# (B, H, M, Dv), pos (1 or B, M, P) or None, weights (1 or B, 1 or H, M) or None for 1 / M. scale and shift
+# (H, D) are of a norm over the channels of a row, None for no norm; pos, weights in the accumulation dtype.
 _GRAM = (
     "Tensor key, Tensor value, Tensor? pos, Tensor? weights, Tensor? key_scale, Tensor? key_shift, "
     "Tensor? value_scale, Tensor? value_shift, float eps"
