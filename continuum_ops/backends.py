@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-# nn.GalerkinAttention on CUDA tensors: norms and k^T W v in one Triton kernel instead of layer norms and BLAS.
+# nn.GalerkinAttention on CUDA tensors: norms and k^T W v in one Triton kernel, not layer norms and BLAS.
 # Not the default: which is faster has not been measured (bench/gpu_check.py does).
 FUSED_GALERKIN = os.environ.get("CONTINUUM_OPS_FUSED_GALERKIN") == "1"
 _BUILD = "pip install --no-build-isolation -e . (needs a C++ compiler) builds it"

@@ -140,25 +140,26 @@ def backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     def new(*shape: int) -> Tensor:
         return x.key.new_empty(shape, dtype=torch.float32)
 
+    if 0 in (batch, heads, keys):
+        return tuple(torch.zeros_like(t) if need else new(0) for t, need in zip(x[:8], needs, strict=True))
     grad_key, grad_value = torch.empty_like(x.key), torch.empty_like(x.value)
-    points = points_per_program(max(1, batch * heads), max(1, keys))
+    points = points_per_program(batch * heads, keys)
     chunks = triton.cdiv(keys, points)
     grad_pos = new(batch, heads, keys, p) if needs[2] else None
     grad_weights = new(batch, heads, keys) if needs[3] else None
     key_sums = None if x.key_scale is None else new(chunks, batch, heads, 2, d)
     value_sums = None if x.value_scale is None else new(chunks, batch, heads, 2, dv)
-    if 0 not in (batch, heads, keys):
-        bd, bdv = _padded(d), _padded(dv)
-        config = _config(x, True)
-        gram_backward_kernel[(batch * heads * chunks,)](
-            *_tensors(x), grad.float().contiguous(),
-            grad_key, _strides(grad_key), grad_value, _strides(grad_value), grad_pos if p > 0 else None,
-            grad_weights, key_sums, value_sums,
-            batch * heads, heads, keys, points, chunks, 1.0 / keys if x.weights is None else 1.0, x.eps,
-            D=d, DV=dv, P=p, BD=bd, BDV=bdv, SLICE=min(32, bd, bdv),
-            PRECISION=_precision(x.key.dtype), TILE=config.tile,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+    bd, bdv = _padded(d), _padded(dv)
+    config = _config(x, True)
+    gram_backward_kernel[(batch * heads * chunks,)](
+        *_tensors(x), grad.float().contiguous(),
+        grad_key, _strides(grad_key), grad_value, _strides(grad_value), grad_pos if p > 0 else None,
+        grad_weights, key_sums, value_sums,
+        batch * heads, heads, keys, points, chunks, 1.0 / keys if x.weights is None else 1.0, x.eps,
+        D=d, DV=dv, P=p, BD=bd, BDV=bdv, SLICE=min(32, bd, bdv),
+        PRECISION=_precision(x.key.dtype), TILE=config.tile,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     of_pos = None if grad_pos is None else grad_pos.sum(1)
     of_norms = [
         None if sums is None else sums[..., i, :].sum((0, 1))

@@ -201,6 +201,7 @@ def test_nothing_to_sum(shape, on_device):
     """CASES 12."""
     *leads, m = shape
     result = check(case(tuple(leads), m, 8, 8))
+    assert set(result) == {"out", *Case._fields}
     assert not result["out"].any()
     assert not any(t.any() for t in result.values())
 
