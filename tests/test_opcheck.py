@@ -50,6 +50,8 @@ def compiled_examples():
         **plain("patch_attention", grids, ([2], None), [[True, True, False, True]], records=1),
         "galerkin_attention_small": same,
         "galerkin_attention_small_backward": (torch.randn(2, 3, 6, 5), *same, True),
+        "axis_product": (draw((6, 5)), draw((2, 5, 3)), torch.zeros(2, 6, 3)),
+        "axis_contraction": (draw((2, 6, 3)), draw((2, 5, 3))),
         "patch_dft": (draw((2, 6, 4, 3)), tables, *dft),
         "patch_dft_inverse": (draw((6, 2, 2, 2, 3)), tables, *dft),
     }
