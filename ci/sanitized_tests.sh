@@ -41,7 +41,7 @@ PYTHON
 # compiled here.
 shopt -s nullglob extglob
 tests=()
-for file in "$root"/tests/test_{continuum,patch,position}_attention*.py "$root"/tests/test_{fourier_patch_attention,philox,axis_product}.py; do
+for file in "$root"/tests/test_{continuum,patch,position}_attention*.py "$root"/tests/test_{direct,fourier_patch_attention,philox,axis_product}.py; do
   [[ $file == *_@(cuda*|triton|grid*).py ]] || tests+=("$file")
 done
 exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "${WORKERS:-2}" --dist worksteal \

@@ -13,22 +13,20 @@
 namespace continuum_ops {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                           std::optional<Tensor> attn_mask, std::optional<Tensor> query_pos,
-                                           std::optional<Tensor> key_pos, std::optional<Tensor> rate, std::optional<Tensor> radius,
-                                           std::optional<Tensor> seed, std::optional<std::vector<double>> period, double scale,
-                                           double dropout_p, bool is_causal) {
-  const Problem problem(query, key, value, weights, attn_mask, {query_pos, key_pos, rate, radius, period}, seed, scale, dropout_p, is_causal);
+// Makes lse and stats where they are wanted.
+Tensor attend(const Problem& problem, ScalarType type, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
   const AttentionProblem& a = problem.a;
   const ContinuumAttentionKernels& kernels = continuum_attention_kernels();
-  std::vector<int64_t> shape = sizes_of(query, query.dim() - 1);
   const ScalarType acc = accumulation_type(a.dtype);
-  Tensor lse = new_tensor(shape, acc);
-  shape.push_back(2);
-  Tensor stats = new_tensor(shape, acc);
-  shape.back() = a.dv;
-  Tensor out = new_tensor(shape, query.scalar_type());
-  const AttentionOutput o{out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()};
+  if (lse) {
+    std::vector<int64_t> rows = problem.shape;
+    rows.push_back(a.n);
+    *lse = new_tensor(rows, acc);
+  }
+  if (stats) *stats = new_tensor(with_rows(problem.shape, a.n, 2), acc);
+  Tensor out = new_tensor(with_rows(problem.shape, a.n, a.dv), type);
+  const AttentionOutput o{out.mutable_data_ptr(), lse ? (*lse)->mutable_data_ptr() : nullptr,
+                          stats ? (*stats)->mutable_data_ptr() : nullptr};
 
   const int64_t block = a.dtype == DType::float64 ? kernels.query_block_double : kernels.query_block_float;
   const int64_t blocks = (a.n + block - 1) / block;
@@ -40,35 +38,45 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& ke
     const int64_t begin = t % strips * strip;
     kernels.forward(a, o, t / strips, begin, std::min(begin + strip, blocks), scratch);
   });
-  return {out, lse, stats};
+  return out;
 }
 
-// As users pass them: leading dimensions that broadcast, no scale for 1 / sqrt(d).
-std::tuple<Tensor, Tensor> plain(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                 std::optional<double> scale, bool is_causal) {
-  const int64_t dims = std::max({query.dim(), key.dim(), value.dim()});
-  STD_TORCH_CHECK(std::min({query.dim(), key.dim(), value.dim()}) >= 2, "query, key, value: at least 2 dimensions");
-  std::vector<int64_t> leads(dims - 2, 1);
-  for (const Tensor* t : {&query, &key, &value}) {
-    for (int64_t i = 0, missing = dims - t->dim(); i < t->dim() - 2; ++i) {
-      if (t->size(i) != 1) leads[i + missing] = t->size(i);  // expanded() compares them
-    }
-  }
-  auto full = [&](const Tensor& t) {
-    std::vector<int64_t> sizes = leads;
-    sizes.push_back(t.size(t.dim() - 2)), sizes.push_back(t.size(t.dim() - 1));
-    return expanded(t, sizes);
-  };
-  if (weights) {
-    std::vector<int64_t> sizes = leads;
-    sizes.push_back(key.size(key.dim() - 2));
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
+                                           std::optional<Tensor> attn_mask, std::optional<Tensor> query_pos,
+                                           std::optional<Tensor> key_pos, std::optional<Tensor> rate, std::optional<Tensor> radius,
+                                           std::optional<Tensor> seed, std::optional<std::vector<double>> period, double scale,
+                                           double dropout_p, bool is_causal) {
+  const Problem problem(equal_leads(query, key, value, weights), query, key, value, weights, attn_mask,
+                        {query_pos, key_pos, rate, radius, period}, seed, scale, dropout_p, is_causal);
+  std::optional<Tensor> lse, stats;
+  Tensor out = attend(problem, query.scalar_type(), &lse, &stats);
+  return {out, *lse, *stats};
+}
+
+// The problem of arguments as users pass them: leading dimensions that broadcast, no scale for 1 / sqrt(d), no other terms.
+Problem plain_problem(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor>& weights,
+                      std::optional<double> scale, bool is_causal) {
+  const std::vector<int64_t> leads = common_leads(query, key, value);
+  const int64_t m = key.size(key.dim() - 2), d = query.size(query.dim() - 1);
+  if (weights && (weights->dim() == 0 || weights->size(weights->dim() - 1) != m)) {
+    std::vector<int64_t> sizes = sizes_of(*weights, std::max<int64_t>(weights->dim() - 1, 0));
+    sizes.push_back(m);
     weights = expanded(*weights, sizes);
   }
-  const int64_t d = query.size(query.dim() - 1);
   const double factor = scale ? *scale : d > 0 ? 1 / std::sqrt(double(d)) : 1;
-  auto [out, lse, stats] = forward(full(query), full(key), full(value), weights, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-                                   std::nullopt, std::nullopt, std::nullopt, factor, 0, is_causal);
-  return {out, stats};
+  return Problem(leads, query, key, value, weights, std::nullopt, {}, std::nullopt, factor, 0, is_causal);
+}
+
+Tensor plain(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights, std::optional<double> scale,
+             bool is_causal) {
+  return attend(plain_problem(query, key, value, weights, scale, is_causal), query.scalar_type(), nullptr, nullptr);
+}
+
+std::tuple<Tensor, Tensor> plain_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
+                                         std::optional<double> scale, bool is_causal) {
+  std::optional<Tensor> stats;
+  Tensor out = attend(plain_problem(query, key, value, weights, scale, is_causal), query.scalar_type(), nullptr, &stats);
+  return {out, *stats};
 }
 
 // d / d w_k = (d / d log w_k) / w_k, and 0 where the key does not exist.
@@ -226,15 +234,23 @@ template <class T> class BackwardRun {
   }
 };
 
+AttentionGradients incoming(const LeadOperand& grad_out, const void* grad_lse, const Tensor& out, const Tensor& stats) {
+  STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
+  AttentionGradients g{};
+  g.grad_out = grad_out.operand, g.grad_lse = grad_lse;
+  g.out = out.const_data_ptr(), g.stats = stats.const_data_ptr();
+  return g;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     std::optional<Tensor> weights, std::optional<Tensor> attn_mask, std::optional<Tensor> query_pos, std::optional<Tensor> key_pos,
     std::optional<Tensor> rate, std::optional<Tensor> radius, std::optional<Tensor> seed, const Tensor& out, const Tensor& stats,
     std::optional<std::vector<double>> period, double scale, double dropout_p, bool is_causal, bool weights_grad, bool positions_grad,
     bool rate_grad) {
-  const Problem problem(query, key, value, weights, attn_mask, {query_pos, key_pos, rate, radius, period}, seed, scale, dropout_p, is_causal);
+  const Problem problem(equal_leads(query, key, value, weights), query, key, value, weights, attn_mask,
+                        {query_pos, key_pos, rate, radius, period}, seed, scale, dropout_p, is_causal);
   const AttentionProblem& a = problem.a;
-  STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
   const ScalarType acc = accumulation_type(a.dtype);
   auto zeros = [&](const Tensor& like) { return new_cleared(query, sizes_of(like, like.dim()), acc); };
   Tensor grad_query = new_tensor(sizes_of(query, query.dim()), acc);
@@ -251,11 +267,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Tensor grad_rate = rate_grad ? zeros(*rate) : none();
 
   const LeadOperand grad(grad_out, problem.shape);
-  AttentionGradients g{};
-  g.grad_out = grad.operand;
-  g.grad_lse = grad_lse_rows ? grad_lse_rows->const_data_ptr() : nullptr;
-  g.out = out.const_data_ptr();
-  g.stats = stats.const_data_ptr();
+  const AttentionGradients g = incoming(grad, grad_lse_rows ? grad_lse_rows->const_data_ptr() : nullptr, out, stats);
   auto run = [&](auto zero) {
     using T = decltype(zero);
     auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
@@ -281,11 +293,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {grad_query, grad_key, grad_value, grad_weights, grad_query_pos, grad_key_pos, grad_rate};
 }
 
+// The gradients have all leading dimensions, those too along which an argument was broadcast.
+std::tuple<Tensor, Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                                          const Tensor& value, std::optional<Tensor> weights, const Tensor& out,
+                                                          const Tensor& stats, std::optional<double> scale, bool is_causal,
+                                                          bool weights_grad) {
+  const Problem problem = plain_problem(query, key, value, weights, scale, is_causal);
+  const AttentionProblem& a = problem.a;
+  const ScalarType acc = accumulation_type(a.dtype);
+  weights_grad &= weights.has_value();
+  std::vector<int64_t> keys = problem.shape;
+  keys.push_back(a.m);
+  Tensor grad_query = new_tensor(with_rows(problem.shape, a.n, a.d), acc);
+  Tensor grad_key = new_cleared(query, with_rows(problem.shape, a.m, a.d), acc);
+  Tensor grad_value = new_cleared(query, with_rows(problem.shape, a.m, a.dv), acc);
+  Tensor grad_weights = weights_grad ? new_cleared(query, keys, acc) : new_tensor({0}, acc);
+  const LeadOperand grad(grad_out, problem.shape);
+  const AttentionGradients g = incoming(grad, nullptr, out, stats);
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
+    T* to_weights = weights_grad ? data(grad_weights) : nullptr;
+    BackwardRun<T>(problem, g, {data(grad_query), data(grad_key), data(grad_value), to_weights, nullptr, nullptr, nullptr}).run();
+    if (weights_grad) divide_by_weights(to_weights, *weights, problem);
+  };
+  if (a.dtype == DType::float64) run(double(0)); else run(float(0));
+  if (query.scalar_type() != acc) {
+    for (Tensor* t : {&grad_query, &grad_key, &grad_value}) *t = torch::stable::to(*t, query.scalar_type());
+  }
+  return {grad_query, grad_key, grad_value, grad_weights};
+}
+
 }  // namespace
 }  // namespace continuum_ops
 
 STABLE_TORCH_LIBRARY_IMPL(continuum_ops, CPU, m) {
   m.impl("continuum_attention_forward", TORCH_BOX(&continuum_ops::forward));
   m.impl("continuum_attention_plain", TORCH_BOX(&continuum_ops::plain));
+  m.impl("continuum_attention_plain_forward", TORCH_BOX(&continuum_ops::plain_forward));
+  m.impl("continuum_attention_plain_backward", TORCH_BOX(&continuum_ops::plain_backward));
   m.impl("continuum_attention_backward", TORCH_BOX(&continuum_ops::backward));
 }

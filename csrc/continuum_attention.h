@@ -51,8 +51,8 @@ struct AttentionProblem {
 
 struct AttentionOutput {  // contiguous
   void* out;    // dtype (leads, n, dv)
-  void* lse;    // accumulation type (leads, n)
-  void* stats;  // accumulation type (leads, n, 2): the shift m of the exponents (base 2) and sum_k w_k/max w 2^(s_ik - m)
+  void* lse;    // accumulation type (leads, n); null if not wanted
+  void* stats;  // null if not wanted, else accumulation type (leads, n, 2): the shift m of the exponents (base 2) and sum_k w_k/max w 2^(s_ik - m)
 };
 
 struct AttentionGradients {

@@ -195,8 +195,8 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     const ForwardBlock<T>& x = strip[t];
     const int64_t row0 = lead * a.n + x.i0;
     S* out = static_cast<S*>(o.out) + row0 * a.dv;
-    T* lse = static_cast<T*>(o.lse) + row0;
-    T* stats = static_cast<T*>(o.stats) + 2 * row0;
+    T* lse = o.lse ? static_cast<T*>(o.lse) + row0 : nullptr;
+    T* stats = o.stats ? static_cast<T*>(o.stats) + 2 * row0 : nullptr;
     for (int64_t c = 0; c < a.dv; ++c) {  // where the sum is 0 the quotient is not used
       T* column = x.st.out_total + c * QB;
       for (int64_t i = 0; i < x.active; i += lanes<T>) store(column + i, load(column + i) / load(x.st.sum_total + i));
@@ -207,10 +207,11 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
       const T sum = nothing ? T(0) : x.st.sum_total[i];
       const bool empty = sum == T(0);
       const T shift = empty ? T(0) : x.st.shift[i];
-      stats[2 * i] = shift;
-      stats[2 * i + 1] = sum;
-      lse[i] = empty ? T(-__builtin_inf())
-                     : T((double(shift) + keys.log2_max_weight + __builtin_log2(double(sum))) * 0.69314718055994530942);
+      if (stats) stats[2 * i] = shift, stats[2 * i + 1] = sum;
+      if (lse) {
+        lse[i] = empty ? T(-__builtin_inf())
+                       : T((double(shift) + keys.log2_max_weight + __builtin_log2(double(sum))) * 0.69314718055994530942);
+      }
       for (int64_t c = 0; c < a.dv; ++c) {
         narrow(empty ? T(0) : x.st.out_total[c * QB + i], out + i * a.dv + c);
       }

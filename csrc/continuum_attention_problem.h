@@ -3,6 +3,7 @@
 
 #include "continuum_attention.h"
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <limits>
@@ -111,9 +112,40 @@ class KeySets {
   }
 };
 
-std::vector<int64_t> leads_of(const Tensor& query) {
-  STD_TORCH_CHECK(query.dim() >= 2, "query: at least 2 dimensions");
-  return sizes_of(query, query.dim() - 2);
+// Those of all, which must be equal.
+std::vector<int64_t> equal_leads(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& weights) {
+  const int64_t dims = query.dim();
+  STD_TORCH_CHECK(dims >= 2, "query: at least 2 dimensions");
+  STD_TORCH_CHECK(key.dim() == dims && value.dim() == dims && (!weights || weights->dim() == dims - 1),
+                  "key and value: as many dimensions as query; weights: one less");
+  for (int64_t i = 0; i < dims - 2; ++i) {
+    const int64_t size = query.size(i);
+    STD_TORCH_CHECK(key.size(i) == size && value.size(i) == size && (!weights || weights->size(i) == size),
+                    "leading dimensions of query, key, value and weights must be equal (expand them)");
+  }
+  return sizes_of(query, dims - 2);
+}
+
+// To which those of query, key and value broadcast; that they do is seen where they are used.
+std::vector<int64_t> common_leads(const Tensor& query, const Tensor& key, const Tensor& value) {
+  const int64_t dims = std::max({query.dim(), key.dim(), value.dim()});
+  STD_TORCH_CHECK(std::min({query.dim(), key.dim(), value.dim()}) >= 2, "query, key, value: at least 2 dimensions");
+  std::vector<int64_t> leads(dims - 2, 1);
+  for (const Tensor* t : {&query, &key, &value}) {
+    for (int64_t i = 0, missing = dims - t->dim(); i < t->dim() - 2; ++i) {
+      if (t->size(i) != 1) leads[i + missing] = t->size(i);
+    }
+  }
+  return leads;
+}
+
+// (*leads, rows, columns)
+std::vector<int64_t> with_rows(const std::vector<int64_t>& leads, int64_t rows, int64_t columns) {
+  std::vector<int64_t> sizes;
+  sizes.reserve(leads.size() + 2);
+  sizes.assign(leads.begin(), leads.end());
+  sizes.push_back(rows), sizes.push_back(columns);
+  return sizes;
 }
 
 // Throws unless every number is >= 0.
@@ -191,23 +223,21 @@ struct Problem {
   DistanceOperands distance;
   AttentionProblem a;
 
-  Problem(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& weights, const std::optional<Tensor>& attn_mask,
-          const Distance& d, const std::optional<Tensor>& seed, double scale, double dropout_p, bool is_causal)
-      : shape(leads_of(q)), query(q, shape), key(k, shape), value(v, shape),
+  // Leading dimensions broadcast to `leads`.
+  Problem(const std::vector<int64_t>& leads, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& weights,
+          const std::optional<Tensor>& attn_mask, const Distance& d, const std::optional<Tensor>& seed, double scale, double dropout_p,
+          bool is_causal)
+      : shape(leads), query(q, shape), key(k, shape), value(v, shape),
         distance(d, shape, dtype_of(q), q.size(q.dim() - 2), k.size(k.dim() - 2)) {
     a.dtype = dtype_of(q);
     STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "query, key, value: one dtype");
-    const int64_t dims = q.dim();
-    a.n = q.size(dims - 2), a.d = q.size(dims - 1), a.m = k.size(dims - 2), a.dv = v.size(dims - 1);
-    STD_TORCH_CHECK(k.size(dims - 1) == a.d && v.size(dims - 2) == a.m, "key: (*L, M, D), value: (*L, M, Dv)");
-    STD_TORCH_CHECK(!weights || (weights->scalar_type() == accumulation_type(a.dtype) && weights->dim() == dims - 1 &&
-                                 weights->size(dims - 2) == a.m), "weights: (*L, M) in the accumulation dtype");
+    const int64_t dims = int64_t(shape.size()) + 2;
+    a.n = q.size(q.dim() - 2), a.d = q.size(q.dim() - 1), a.m = k.size(k.dim() - 2), a.dv = v.size(v.dim() - 1);
+    STD_TORCH_CHECK(k.size(k.dim() - 1) == a.d && v.size(v.dim() - 2) == a.m, "key: (*L, M, D), value: (*L, M, Dv)");
+    STD_TORCH_CHECK(!weights || (weights->scalar_type() == accumulation_type(a.dtype) && weights->dim() >= 1 &&
+                                 weights->size(weights->dim() - 1) == a.m), "weights: (*L, M) in the accumulation dtype");
     STD_TORCH_CHECK(!attn_mask || (attn_mask->scalar_type() == ScalarType::Bool && attn_mask->dim() == dims &&
                                    attn_mask->size(dims - 2) == a.n && attn_mask->size(dims - 1) == a.m), "attn_mask: bool (*L, N, M)");
-    for (int64_t i = 0; i < dims - 2; ++i) {
-      STD_TORCH_CHECK(k.size(i) == q.size(i) && v.size(i) == q.size(i) && (!weights || weights->size(i) == q.size(i)),
-                      "leading dimensions of query, key, value and weights must be equal (expand them)");
-    }
     STD_TORCH_CHECK(dropout_p == 0 || (seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long), "seed: one int64");
     a.leads = int64_t(query.offsets.size());
     a.query = query.operand, a.key = key.operand, a.value = value.operand;

@@ -49,12 +49,13 @@ class Patched {
   Patched() = default;
   Patched(const Tensor& t, void* data, const std::vector<int64_t>& size, bool weights = false) {
     const int64_t axes = int64_t(size.size());
-    patch_ = point_ = {0};
+    for (int64_t i = 0; i < axes; ++i) patches *= t.size(1 + i) / size[i], points *= size[i];
+    patch_.reserve(std::max<int64_t>(patches, 1)), point_.reserve(points);
+    patch_.push_back(0), point_.push_back(0);
     for (int64_t i = 0; i < axes; ++i) {
-      const int64_t count = t.size(1 + i) / size[i], stride = t.stride(1 + i);
-      patches *= count, points *= size[i];
-      patch_ = product(patch_, count, stride * size[i]);
-      point_ = product(point_, size[i], stride);
+      const int64_t stride = t.stride(1 + i);
+      repeat_offsets(patch_, t.size(1 + i) / size[i], stride * size[i]);
+      repeat_offsets(point_, size[i], stride);
     }
     operand.data = data;
     operand.batch = t.size(0) == 1 ? 0 : t.stride(0);
@@ -68,15 +69,6 @@ class Patched {
 
  private:
   std::vector<int64_t> patch_, point_;
-
-  static std::vector<int64_t> product(const std::vector<int64_t>& offsets, int64_t count, int64_t stride) {
-    std::vector<int64_t> all;
-    all.reserve(offsets.size() * count);
-    for (const int64_t o : offsets) {
-      for (int64_t i = 0; i < count; ++i) all.push_back(o + i * stride);
-    }
-    return all;
-  }
 };
 
 struct Arguments {
@@ -225,16 +217,20 @@ template <class T> class Problem {
   }
 };
 
-template <class T> std::tuple<Tensor, Tensor, Tensor> forward(const Arguments& x) {
+// Makes lse and probabilities where they are wanted.
+template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* probabilities) {
   const Problem<T> a(x);
   std::vector<int64_t> shape = shape_of(x.query);
   shape.back() = a.value.operand.channels;
   Tensor out = new_tensor(shape, x.query.scalar_type());
-  Tensor lse = new_tensor({a.batch, a.heads, a.rows}, a.acc);
-  shape = a.kept() ? std::vector<int64_t>{a.batch, a.heads, a.rows, a.keys} : std::vector<int64_t>{0};
-  Tensor probabilities = new_tensor(shape, a.acc);
+  if (lse) *lse = new_tensor({a.batch, a.heads, a.rows}, a.acc);
+  if (probabilities) {
+    shape = a.kept() ? std::vector<int64_t>{a.batch, a.heads, a.rows, a.keys} : std::vector<int64_t>{0};
+    *probabilities = new_tensor(shape, a.acc);
+  }
   const Patched to(out, out.mutable_data_ptr(), x.patch_size);
-  T* kept = a.kept() ? static_cast<T*>(probabilities.mutable_data_ptr()) : nullptr;
+  T* to_lse = lse ? static_cast<T*>((*lse)->mutable_data_ptr()) : nullptr;
+  T* kept = probabilities && a.kept() ? static_cast<T*>((*probabilities)->mutable_data_ptr()) : nullptr;
   a.for_blocks([&](int64_t s, int64_t s_end, int64_t p, int64_t p_end) {
     const int64_t rows = p_end - p;
     const auto parts = a.scores(a.query.operand, a.key.operand, a.weights.get(), s, s_end, p, p_end);
@@ -242,11 +238,11 @@ template <class T> std::tuple<Tensor, Tensor, Tensor> forward(const Arguments& x
     PatchMix m{};
     m.head_stride = (kept ? a.rows : rows) * a.keys;
     T* matrix = kept ? kept + s * a.heads * m.head_stride + p * a.keys : own.get();
-    a.softmax(parts, s, s_end, p, p_end, matrix, m.head_stride, static_cast<T*>(lse.mutable_data_ptr()));
+    a.softmax(parts, s, s_end, p, p_end, matrix, m.head_stride, to_lse);
     m.depth = a.keys, m.matrix = matrix, m.from = a.value.operand, m.to = to.operand;
     a.mix(m, s, s_end, p, rows);
   });
-  return {out, lse, probabilities};
+  return out;
 }
 
 template <class T>
@@ -347,19 +343,66 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
   return {grad_query, grad_key, grad_value, grad_weights};
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                              std::vector<int64_t> patch_size, std::optional<double> scale) {
-  const Arguments x{query, key, value, weights, patch_size, scale};
-  return query.scalar_type() == ScalarType::Double ? forward<double>(x) : forward<float>(x);
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Tensor forward_any(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* probabilities) {
+  return x.query.scalar_type() == ScalarType::Double ? forward<double>(x, lse, probabilities) : forward<float>(x, lse, probabilities);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query,
-                                                       const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                                       const Tensor& /*lse*/, const Tensor& probabilities, std::vector<int64_t> patch_size,
-                                                       std::optional<double> scale, std::vector<bool> needs) {
-  const Arguments x{query, key, value, weights, patch_size, scale};
-  return query.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, probabilities, needs)
-                                                   : backward<float>(grad_out, grad_lse, x, probabilities, needs);
+Gradients backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x, const Tensor& probabilities,
+                       const std::vector<bool>& needs) {
+  return x.query.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, probabilities, needs)
+                                                     : backward<float>(grad_out, grad_lse, x, probabilities, needs);
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
+                                              std::vector<int64_t> patch_size, std::optional<double> scale) {
+  std::optional<Tensor> lse, probabilities;
+  Tensor out = forward_any({query, key, value, weights, patch_size, scale}, &lse, &probabilities);
+  return {out, *lse, *probabilities};
+}
+
+Gradients backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+                      std::optional<Tensor> weights, const Tensor& /*lse*/, const Tensor& probabilities, std::vector<int64_t> patch_size,
+                      std::optional<double> scale, std::vector<bool> needs) {
+  return backward_any(grad_out, grad_lse, {query, key, value, weights, patch_size, scale}, probabilities, needs);
+}
+
+// As users pass them: weights may lack the batch and axes of the grid, one patch size serves all axes, and with weights no scale is 1.
+struct Plain {
+  std::optional<Tensor> weights;
+  std::vector<int64_t> patch_size;
+  Arguments x;
+
+  Plain(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& w, std::vector<int64_t> size,
+        std::optional<double> scale)
+      : weights(w), patch_size(std::move(size)), x{query, key, value, weights, patch_size, scale || !w ? scale : 1.0} {
+    const int64_t axes = query.dim() - 3;
+    if (patch_size.size() == 1 && axes > 1) patch_size.assign(axes, patch_size[0]);
+    if (!w) return;
+    STD_TORCH_CHECK(axes >= 1 && (w->dim() == axes || w->dim() == axes + 1), "weights: (*grid) or (B, *grid)");
+    std::vector<int64_t> sizes{w->dim() == axes ? 1 : w->size(0)};
+    for (int64_t i = 1; i <= axes; ++i) sizes.push_back(query.size(i));
+    weights = expanded(*w, sizes);
+  }
+};
+
+Tensor plain(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights, std::vector<int64_t> patch_size,
+             std::optional<double> scale) {
+  return forward_any(Plain(query, key, value, weights, patch_size, scale).x, nullptr, nullptr);
+}
+
+std::tuple<Tensor, Tensor> plain_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
+                                         std::vector<int64_t> patch_size, std::optional<double> scale) {
+  std::optional<Tensor> probabilities;
+  Tensor out = forward_any(Plain(query, key, value, weights, patch_size, scale).x, nullptr, &probabilities);
+  return {out, *probabilities};
+}
+
+// The gradient of weights has the batch, of one if it was missing, and the grid.
+Gradients plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
+                         const Tensor& probabilities, std::vector<int64_t> patch_size, std::optional<double> scale, std::vector<bool> needs) {
+  return backward_any(grad_out, std::nullopt, Plain(query, key, value, weights, patch_size, scale).x, probabilities, needs);
 }
 
 }  // namespace
@@ -368,4 +411,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, s
 STABLE_TORCH_LIBRARY_IMPL(continuum_ops, CPU, m) {
   m.impl("patch_attention_forward", TORCH_BOX(&continuum_ops::forward_op));
   m.impl("patch_attention_backward", TORCH_BOX(&continuum_ops::backward_op));
+  m.impl("patch_attention_plain", TORCH_BOX(&continuum_ops::plain));
+  m.impl("patch_attention_plain_forward", TORCH_BOX(&continuum_ops::plain_forward));
+  m.impl("patch_attention_plain_backward", TORCH_BOX(&continuum_ops::plain_backward));
 }

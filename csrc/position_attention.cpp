@@ -16,7 +16,7 @@ namespace {
 
 constexpr double LOG2E = 1.4426950408889634074;
 
-DType value_dtype(const Tensor& t) {
+DType value_dtype(const View& t) {
   switch (t.scalar_type()) {
     case ScalarType::Float: return DType::float32;
     case ScalarType::Double: return DType::float64;
@@ -28,23 +28,26 @@ DType value_dtype(const Tensor& t) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-BatchedOperand batched(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)}; }
+BatchedOperand batched(const View& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)}; }
 
-PointRows point_rows(const Tensor& t, int64_t sample) {
+PointRows point_rows(const View& t, int64_t sample) {
   const bool wide = t.scalar_type() == ScalarType::Double;
   const char* data = static_cast<const char*>(t.const_data_ptr());
   return {data + (t.size(0) > 1 ? sample * t.stride(0) : 0) * (wide ? 8 : 4), wide, t.size(1), t.size(2), t.stride(1), t.stride(2)};
 }
 
-template <class T> Row<T> row_of(const std::optional<Tensor>& t, int64_t sample) {
+template <class T> Row<T> row_of(const std::optional<View>& t, int64_t sample) {
   if (!t || t->size(1) == 0) return {};
   return {static_cast<const T*>(t->const_data_ptr()) + (t->size(0) > 1 ? sample * t->stride(0) : 0), t->stride(1)};
 }
 
+std::optional<View> view_of(const std::optional<Tensor>& t, int64_t one = -1) { return t ? std::optional(View(*t, one)) : std::nullopt; }
+
 struct Arguments {
-  const Tensor &query_pos, &key_pos, &value, &rate;
-  const std::optional<Tensor>&weights, &radius;
-  const std::optional<std::vector<double>>& period;
+  View query_pos, key_pos, value, rate;
+  std::optional<View> weights, radius;
+  const std::vector<double>* period;
+  const Tensor& like;
 };
 
 template <class T> class Problem {
@@ -61,7 +64,7 @@ template <class T> class Problem {
     a.split = sizeof(T) == 4 && x.query_pos.scalar_type() == ScalarType::Double;
     batch = x.value.size(0), a.heads = x.rate.size(0), a.value_heads = x.value.size(1);
     a.n = x.query_pos.size(1), a.m = x.key_pos.size(1), a.d = x.query_pos.size(2), a.c = x.value.size(3);
-    auto single = [](const Tensor& t) { return t.size(0) == 1; };
+    auto single = [](const View& t) { return t.size(0) == 1; };
     const bool shared = single(x.query_pos) && single(x.key_pos) && (!x.weights || single(*x.weights)) && (!x.radius || single(*x.radius));
     groups = shared ? 1 : batch;
     a.entries = shared ? batch : 1;
@@ -97,7 +100,7 @@ template <class T> class Problem {
     STD_TORCH_CHECK(x.query_pos.dim() == 3 && x.key_pos.dim() == 3 && x.value.dim() == 4 && x.rate.dim() == 1,
                     "query_pos: (P, N, d), key_pos: (P, M, d), value: (B, HV, M, C), rate: (H,)");
     const int64_t b = x.value.size(0), m = x.value.size(2);
-    auto leads = [&](const Tensor& t) { return t.size(0) == 1 || t.size(0) == b; };
+    auto leads = [&](const View& t) { return t.size(0) == 1 || t.size(0) == b; };
     STD_TORCH_CHECK(leads(x.query_pos) && x.key_pos.size(0) == x.query_pos.size(0) && x.key_pos.size(2) == x.query_pos.size(2) &&
                     x.key_pos.size(1) == m, "query_pos: (P, N, d), key_pos: (P, M, d), P = 1 or B");
     STD_TORCH_CHECK(x.value.size(1) == 1 || x.value.size(1) == x.rate.size(0), "value: one head or as many as rate");
@@ -135,14 +138,16 @@ template <class T> class Problem {
   }
 };
 
-template <class T> std::tuple<Tensor, Tensor, Tensor> forward(const Arguments& x) {
+// Makes lse and stats where they are wanted.
+template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
   Problem<T> problem(x);
   const PositionProblem& a = problem.a;
   const PositionAttentionKernels& kernels = problem.kernels;
   Tensor out = new_tensor({problem.batch, a.heads, a.n, a.c}, x.value.scalar_type());
-  Tensor lse = new_tensor({problem.groups, a.heads, a.n}, problem.type);
-  Tensor stats = new_tensor({problem.groups, a.heads, a.n, 2}, problem.type);
-  const PositionOutput o{out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()};
+  if (lse) *lse = new_tensor({problem.groups, a.heads, a.n}, problem.type);
+  if (stats) *stats = new_tensor({problem.groups, a.heads, a.n, 2}, problem.type);
+  const PositionOutput o{out.mutable_data_ptr(), lse ? (*lse)->mutable_data_ptr() : nullptr,
+                         stats ? (*stats)->mutable_data_ptr() : nullptr};
   const int64_t groups = problem.groups, padded = problem.row_elements(), panels = kernels.panels(a);
 
   // Values by panels: once for all heads that share them.
@@ -175,7 +180,7 @@ template <class T> std::tuple<Tensor, Tensor, Tensor> forward(const Arguments& x
     const int64_t part = t % chunks, block = t / chunks % blocks, i = t / chunks / blocks;
     kernels.forward(a, problem.data[i].g, o, i, block, part * chunk, std::min((part + 1) * chunk, panels), scratch);
   });
-  return {out, lse, stats};
+  return out;
 }
 
 template <class T> void add_into(T* to, const T* from, int64_t count) {
@@ -239,10 +244,10 @@ template <class T> class BackwardRun {
     }
   }
   void key_positions(T* to, bool shared) const { sum_parts(key_.get(), a.m * a.d, to, shared); }
-  void weights(T* to, bool shared, const Tensor& w) const {
+  void weights(T* to, bool shared, const std::optional<View>& w) const {
     sum_parts(bias_.get(), a.m, to, shared);
     for (int64_t i = 0; i < (shared ? 1 : problem.groups); ++i) {
-      const Row<T> row = row_of<T>(std::optional<Tensor>(w), i);
+      const Row<T> row = row_of<T>(w, i);
       for (int64_t k = 0; k < a.m; ++k) to[i * a.m + k] = row[k] == T(0) ? T(0) : to[i * a.m + k] / row[k];
     }
   }
@@ -349,7 +354,7 @@ template <class T> class BackwardRun {
 
   void pack(const Tensor& grad_out, const void* out) {
     const int64_t groups = problem.groups, padded = problem.row_elements(), rows = a.n * padded, columns = a.columns();
-    const BatchedOperand source = batched(grad_out);
+    const BatchedOperand source = batched(View(grad_out));
     gradients_ = Buffer<T>(groups * a.heads * rows);
     special_tile_ = Buffer<uint8_t>(groups * tiles(), 0);
     std::vector<uint8_t> special(groups * a.heads * tiles());
@@ -403,9 +408,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   const bool scores = needs[0] || needs[1] || needs[3] || weights_grad;
   BackwardRun<T> run(x, needs[2], scores);
   const ScalarType type = run.problem.type;
-  auto cleared = [&](const Tensor& like) { return new_cleared(x.value, sizes_of(like, like.dim()), type); };
+  auto cleared = [&](const View& like) { return new_cleared(x.like, like.own_sizes(), type); };
   auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
-  auto single = [&](const Tensor& t) { return t.size(0) == 1 && run.problem.groups != 0; };
+  auto single = [&](const View& t) { return t.size(0) == 1 && run.problem.groups != 0; };
   std::optional<Tensor> lse_rows;
   if (grad_lse) lse_rows = torch::stable::contiguous(*grad_lse);
   auto none = [&] { return new_tensor({0}, x.value.scalar_type()); };  // outputs must not share memory
@@ -414,68 +419,72 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
     run.run(grad_out, lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr, out.const_data_ptr(),
             static_cast<const T*>(stats.const_data_ptr()), needs[2] ? data(grad_value) : nullptr);
   }
-  auto finished = [](const Tensor& t, const Tensor& like) {
-    return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
+  auto gradient = [&](bool need, const View& like, auto fill) {
+    if (!need) return none();
+    Tensor t = cleared(like);
+    fill(data(t));
+    return like.scalar_type() == type ? t : torch::stable::to(t, like.scalar_type());
   };
-  Tensor grads[4] = {none(), none(), none(), none()};
-  if (needs[0]) {
-    Tensor t = cleared(x.query_pos);
-    run.query_positions(data(t), single(x.query_pos));
-    grads[0] = finished(t, x.query_pos);
-  }
-  if (needs[1]) {
-    Tensor t = cleared(x.key_pos);
-    run.key_positions(data(t), single(x.key_pos));
-    grads[1] = finished(t, x.key_pos);
-  }
-  if (needs[3]) {
-    Tensor t = cleared(x.rate);
-    run.rates(data(t));
-    grads[2] = t;
-  }
-  if (weights_grad) {
-    Tensor t = cleared(*x.weights);
-    run.weights(data(t), single(*x.weights), *x.weights);
-    grads[3] = t;
-  }
-  return {grads[0], grads[1], finished(grad_value, x.value), grads[2], grads[3]};
-}
-
-// (B, M, C) as (B, 1, M, C).
-Tensor with_head(const Tensor& t) {
-  const std::vector<int64_t> sizes{t.size(0), 1, t.size(1), t.size(2)}, strides{t.stride(0), 0, t.stride(1), t.stride(2)};
-  return viewed(t, sizes, strides);
+  return {gradient(needs[0], x.query_pos, [&](T* to) { run.query_positions(to, single(x.query_pos)); }),
+          gradient(needs[1], x.key_pos, [&](T* to) { run.key_positions(to, single(x.key_pos)); }),
+          x.value.scalar_type() == type ? grad_value : torch::stable::to(grad_value, x.value.scalar_type()),
+          gradient(needs[3], x.rate, [&](T* to) { run.rates(to); }),
+          weights_grad ? gradient(true, *x.weights, [&](T* to) { run.weights(to, single(*x.weights), x.weights); }) : none()};
 }
 
 using Period = std::optional<std::vector<double>>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
-                                              std::optional<Tensor> weights, std::optional<Tensor> radius, Period period) {
-  const Arguments x{query_pos, key_pos, value, rate, weights, radius, period};
-  return value.scalar_type() == ScalarType::Double ? forward<double>(x) : forward<float>(x);
+Tensor forward_any(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
+  return x.value.scalar_type() == ScalarType::Double ? forward<double>(x, lse, stats) : forward<float>(x, lse, stats);
+}
+
+Gradients backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x, const Tensor& out,
+                       const Tensor& stats, const std::vector<bool>& needs) {
+  return x.value.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, out, stats, needs)
+                                                     : backward<float>(grad_out, grad_lse, x, out, stats, needs);
+}
+
+Arguments arguments(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+                    const std::optional<Tensor>& weights, const std::optional<Tensor>& radius, const Period& period) {
+  return {View(query_pos), View(key_pos),   View(value),                   View(rate),
+          view_of(weights), view_of(radius), period ? &*period : nullptr, value};
 }
 
 // As users pass them where the batch shares the points: (N, d), (M, d), (B, M, C) or (B, H, M, C), (H,), (M,).
-std::tuple<Tensor, Tensor, Tensor> plain(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
-                                         std::optional<Tensor> weights) {
-  STD_TORCH_CHECK(query_pos.dim() == 2 && key_pos.dim() == 2 && (value.dim() == 3 || value.dim() == 4) && (!weights || weights->dim() == 1),
-                  "query_pos: (N, d), key_pos: (M, d), value: (B, M, C) or (B, H, M, C), weights: (M,)");
-  auto batched_points = [](const Tensor& t) { return expanded(t, {1, t.size(0), t.size(1)}); };
-  if (weights) weights = expanded(*weights, {1, weights->size(0)});
-  auto call = [&](const Tensor& heads) {
-    return forward_op(batched_points(query_pos), batched_points(key_pos), heads, rate, weights, std::nullopt, std::nullopt);
-  };
-  return value.dim() == 4 ? call(value) : call(with_head(value));
+Arguments plain_arguments(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+                          const std::optional<Tensor>& weights) {
+  return {View(query_pos, 0),  View(key_pos, 0), View(value, value.dim() == 3 ? 1 : -1), View(rate),
+          view_of(weights, 0), std::nullopt,     nullptr,                                value};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse,
-                                                               const Tensor& query_pos, const Tensor& key_pos, const Tensor& value,
-                                                               const Tensor& rate, std::optional<Tensor> weights, const Tensor& out,
-                                                               const Tensor& /*lse*/, const Tensor& stats, std::optional<Tensor> radius,
-                                                               Period period, std::vector<bool> needs) {
-  const Arguments x{query_pos, key_pos, value, rate, weights, radius, period};
-  return value.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, out, stats, needs)
-                                                   : backward<float>(grad_out, grad_lse, x, out, stats, needs);
+std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+                                              std::optional<Tensor> weights, std::optional<Tensor> radius, Period period) {
+  std::optional<Tensor> lse, stats;
+  Tensor out = forward_any(arguments(query_pos, key_pos, value, rate, weights, radius, period), &lse, &stats);
+  return {out, *lse, *stats};
+}
+
+Gradients backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query_pos, const Tensor& key_pos,
+                      const Tensor& value, const Tensor& rate, std::optional<Tensor> weights, const Tensor& out, const Tensor& /*lse*/,
+                      const Tensor& stats, std::optional<Tensor> radius, Period period, std::vector<bool> needs) {
+  return backward_any(grad_out, grad_lse, arguments(query_pos, key_pos, value, rate, weights, radius, period), out, stats, needs);
+}
+
+Tensor plain(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate, std::optional<Tensor> weights) {
+  return forward_any(plain_arguments(query_pos, key_pos, value, rate, weights), nullptr, nullptr);
+}
+
+std::tuple<Tensor, Tensor> plain_forward(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+                                         std::optional<Tensor> weights) {
+  std::optional<Tensor> stats;
+  Tensor out = forward_any(plain_arguments(query_pos, key_pos, value, rate, weights), nullptr, &stats);
+  return {out, *stats};
+}
+
+Gradients plain_backward(const Tensor& grad_out, const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+                         std::optional<Tensor> weights, const Tensor& out, const Tensor& stats, std::vector<bool> needs) {
+  return backward_any(grad_out, std::nullopt, plain_arguments(query_pos, key_pos, value, rate, weights), out, stats, needs);
 }
 
 }  // namespace
@@ -483,6 +492,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(const Tensor& gra
 
 STABLE_TORCH_LIBRARY_IMPL(continuum_ops, CPU, m) {
   m.impl("position_attention_forward", TORCH_BOX(&continuum_ops::forward_op));
-  m.impl("position_attention_plain", TORCH_BOX(&continuum_ops::plain));
   m.impl("position_attention_backward", TORCH_BOX(&continuum_ops::backward_op));
+  m.impl("position_attention_plain", TORCH_BOX(&continuum_ops::plain));
+  m.impl("position_attention_plain_forward", TORCH_BOX(&continuum_ops::plain_forward));
+  m.impl("position_attention_plain_backward", TORCH_BOX(&continuum_ops::plain_backward));
 }

@@ -63,8 +63,8 @@ struct PositionProblem {
 
 struct PositionOutput {  // contiguous
   void* out;    // dtype (batch, heads, n, c)
-  void* lse;    // T (groups, heads, n)
-  void* stats;  // T (groups, heads, n, 2): d^2 to the nearest key, and sum_k w_k / max w 2^(t_ik - shift_i)
+  void* lse;    // T (groups, heads, n); null if not wanted
+  void* stats;  // null if not wanted, else T (groups, heads, n, 2): d^2 to the nearest key, and sum_k w_k / max w 2^(t_ik - shift_i)
 };
 
 struct PositionGradients {

@@ -129,9 +129,11 @@ void forward(const PositionProblem& a, const PositionGroup& g, const PositionOut
         const int64_t place = g.query.place[q.first + i], row = (group * a.heads + h) * a.n + place;
         const T sum = s.sum[h * LB + i];
         const bool empty = sum == T(0);
-        if (panel_begin == 0) {
+        if (panel_begin == 0 && o.stats) {
           static_cast<T*>(o.stats)[2 * row] = empty ? T(0) : s.nearest[i];
           static_cast<T*>(o.stats)[2 * row + 1] = sum;
+        }
+        if (panel_begin == 0 && o.lse) {
           const double log2_sum = double(s.shift[h * LB + i]) + g.log2_max_weight + __builtin_log2(double(sum));
           static_cast<T*>(o.lse)[row] =
               empty ? T(-__builtin_inf()) : T(log2_sum * 0.69314718055994530942 - a.rate[h] * double(s.nearest[i]));

@@ -26,20 +26,31 @@ inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) {
   return s;
 }
 
-// Offsets of the leads of a tensor (*leads, ...) with `trailing` further dimensions; a size of 1 serves all leads along it.
+// offsets[i] + j * stride for each i and each j < count, i outside.
+inline void repeat_offsets(std::vector<int64_t>& offsets, int64_t count, int64_t stride) {
+  if (count == 1) return;
+  const int64_t size = int64_t(offsets.size());
+  offsets.resize(size_t(size * count));
+  for (int64_t i = count == 0 ? -1 : size - 1; i >= 0; --i) {  // from behind: each is read before it is written over
+    const int64_t first = offsets[i];
+    for (int64_t j = 0; j < count; ++j) offsets[i * count + j] = first + j * stride;
+  }
+}
+
+// Offsets of the leads of a tensor (*leads, ...) with `trailing` further dimensions; a dimension that is missing, or of size 1, serves
+// all leads along it.
 inline std::vector<int64_t> lead_offsets(const Tensor& t, int64_t trailing, const std::vector<int64_t>& leads) {
-  std::vector<int64_t> offsets{0};
+  const int64_t missing = int64_t(leads.size()) + trailing - t.dim();
+  STD_TORCH_CHECK(missing >= 0 && t.dim() >= trailing, "leading dimensions must broadcast to those of query");
+  int64_t total = 1;
+  for (const int64_t size : leads) total *= size;
+  std::vector<int64_t> offsets;
+  offsets.reserve(size_t(total > 1 ? total : 1));
+  offsets.push_back(0);
   for (int64_t dim = 0; dim < int64_t(leads.size()); ++dim) {
-    STD_TORCH_CHECK(t.dim() == int64_t(leads.size()) + trailing && (t.size(dim) == leads[dim] || t.size(dim) == 1),
-                    "leading dimensions must be those of query, or 1");
-    if (leads[dim] == 1) continue;
-    const int64_t stride = t.size(dim) == 1 ? 0 : t.stride(dim);
-    std::vector<int64_t> next;
-    next.reserve(offsets.size() * leads[dim]);
-    for (const int64_t o : offsets) {
-      for (int64_t i = 0; i < leads[dim]; ++i) next.push_back(o + i * stride);
-    }
-    offsets = std::move(next);
+    const int64_t size = dim < missing ? 1 : t.size(dim - missing);
+    STD_TORCH_CHECK(size == leads[dim] || size == 1, "leading dimensions must be those of query, or 1");
+    repeat_offsets(offsets, leads[dim], size == 1 ? 0 : t.stride(dim - missing));
   }
   return offsets;
 }
@@ -96,6 +107,38 @@ inline Tensor expanded(const Tensor& t, const std::vector<int64_t>& sizes) {
   }
   return viewed(t, sizes, strides);
 }
+
+// A tensor as kernels see it, its sizes read once. With an axis of size 1 put in at `one`, which as a tensor of its own would be an
+// allocation.
+class View {
+ public:
+  static constexpr int64_t AXES = 4;  // that are looked at; dim() tells of more
+
+  explicit View(const Tensor& t, int64_t one = -1) : data_(t.const_data_ptr()), type_(t.scalar_type()), dims_(t.dim() + (one >= 0)), one_(one) {
+    for (int64_t i = 0, from = 0; i < dims_ && i < AXES; ++i) {
+      const bool own = i != one;
+      sizes_[i] = own ? t.size(from) : 1, strides_[i] = own ? t.stride(from) : 0;
+      from += own;
+    }
+  }
+  const void* const_data_ptr() const { return data_; }
+  ScalarType scalar_type() const { return type_; }
+  int64_t dim() const { return dims_; }
+  int64_t size(int64_t i) const { return sizes_[i]; }
+  int64_t stride(int64_t i) const { return strides_[i]; }
+  std::vector<int64_t> own_sizes() const {  // of the tensor
+    std::vector<int64_t> sizes;
+    for (int64_t i = 0; i < dims_; ++i) {
+      if (i != one_) sizes.push_back(sizes_[i]);
+    }
+    return sizes;
+  }
+
+ private:
+  const void* data_;
+  ScalarType type_;
+  int64_t dims_, one_, sizes_[AXES] = {}, strides_[AXES] = {};
+};
 
 // A contiguous CPU tensor of zeros, float or double.
 inline Tensor new_cleared(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {

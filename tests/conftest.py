@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A test that takes it runs through the kernel operator and the chunked one, in several blocks."""
     if request.param == "chunked":
-        monkeypatch.setattr(direct, "intercepts", lambda *_: True)
+        monkeypatch.setattr(direct, "plain", lambda *_: None)
         monkeypatch.setattr(attention_module, "_kernel_serves", lambda *_: False)
         monkeypatch.setattr(chunked_module, "CHUNK_SCORES", 2**14)
         monkeypatch.setattr(position_module, "_attend", torch.ops.continuum_ops.position_attention_chunked)

@@ -14,7 +14,7 @@ from continuum_ops.ops import _direct as direct
 
 backend, _ = extension()
 
-KINDS = ("continuum", "position", "galerkin", "fourier")
+KINDS = ("continuum", "position", "patch", "galerkin", "fourier")
 needs_kernels = pytest.mark.skipif(
     not direct.KERNELS, reason="without the extension there is no kernel to ask"
 )
@@ -33,8 +33,20 @@ def make(kind, dtype=torch.float64):
             lambda x, y, v, rate, w: co.position_attention(x, y, v, rate, w),
             (x, y, randn(2, 9, 4, dtype=dtype), rate, w),
         )
+    if kind == "patch":
+        q, k, v = (
+            randn(2, *n, 2, dtype=dtype, seed=s) for s, n in enumerate(((2, 6, 2), (4, 3, 2), (4, 3, 2)))
+        )
+        masses = 0.1 + torch.rand(2, 6, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        return lambda q, k, v, w: co.patch_attention(q, k, v, (2, 3), w), (q, k, v, masses / 12)
     q, k, v = (randn(2, 3, n, 5, dtype=dtype, seed=s) for s, n in enumerate((7, 9, 9)))
     return getattr(co, f"{kind}_attention"), (q, k, v, w)
+
+
+def by_patches(t, size):
+    """(B, n, m, H, C) as (B, H, patches, points of a patch, C)."""
+    t = t.unflatten(2, (-1, size[1])).unflatten(1, (-1, size[0]))
+    return t.permute(0, 5, 1, 3, 2, 4, 6).flatten(2, 3).flatten(3, 4)
 
 
 def formula(kind, *inputs):
@@ -43,6 +55,11 @@ def formula(kind, *inputs):
         scores = (-rate[:, None, None] * (x[:, None] - y).square().sum(-1)).exp() * w
         return scores @ v[:, None] / scores.sum(-1, keepdim=True)
     q, k, v, w = inputs
+    if kind == "patch":
+        p, j, values = (by_patches(t, (2, 3)) for t in (q * w[..., None, None], k, v))
+        out = torch.einsum("bhpj,bhjxc->bhpxc", torch.einsum("bhpxc,bhjxc->bhpj", p, j).softmax(-1), values)
+        out = out.unflatten(3, (2, 3)).unflatten(2, (1, 2))  # batch, head, patch of each axis, point of each
+        return out.permute(0, 2, 4, 3, 5, 1, 6).reshape(q.shape)
     if kind == "continuum":
         scores = (q @ k.mT / math.sqrt(q.shape[-1])).exp() * w
         return scores @ v / scores.sum(-1, keepdim=True)
@@ -96,6 +113,41 @@ def test_one_gradient_alone(kind, learned):
     assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_batched_gradients(kind):
+    op, inputs = make(kind)
+    learned = [t.clone().requires_grad_() for t in inputs]
+    out, expected = op(*learned), formula(kind, *learned)
+    cotangents = randn(3, *out.shape)
+    found = torch.autograd.grad(out, learned, cotangents, is_grads_batched=True)
+    for i, grad_out in enumerate(cotangents):
+        wanted = torch.autograd.grad(expected, learned, grad_out, retain_graph=True)
+        for got, grad in zip(found, wanted, strict=True):
+            assert (got[i] - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
+
+
+@pytest.mark.parametrize("lead", [(2, 1), (1,)])
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("size", [2, [2, 3], (2, 3)])
+def test_patch_arguments(size, scale, lead):
+    """One patch size for all axes, weights without the batch or an axis of the grid, 1 for no scale."""
+    shape = (4, 6)
+    q, k, v = (randn(2, *shape, 3, 5, seed=s).requires_grad_() for s in range(3))
+    w = (0.1 + randn(*lead, 6).abs()).requires_grad_()
+    sizes = (size, size) if isinstance(size, int) else tuple(size)
+    out = co.patch_attention(q, k, v, size, w, scale=scale)
+    full = (w if w.dim() == 3 else w[None]).expand(-1, *shape)[..., None, None]
+    p, j, values = (by_patches(t, sizes) for t in (q * full, k, v))
+    scores = torch.einsum("bhpxc,bhjxc->bhpj", p, j) * (1.0 if scale is None else scale)
+    expected = torch.einsum("bhpj,bhjxc->bhpxc", scores.softmax(-1), values)
+    found = by_patches(out, sizes)
+    assert (found - expected).abs().max().item() <= 1e-13 * expected.abs().max().item()
+    grad_out = randn(*expected.shape)
+    grads = [torch.autograd.grad(y, (q, k, v, w), grad_out) for y in (found, expected)]
+    for got, grad in zip(*grads, strict=True):
+        assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
+
+
 @pytest.mark.parametrize("kind", ["continuum", "galerkin"])
 def test_leading_dimensions_that_broadcast(kind):
     op, (q, k, v, w) = make(kind)
@@ -117,22 +169,27 @@ def test_autocast_is_not_passed_by(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dispatch_modes_see_the_call(kind):
-    seen = []
+    """By the names under which others may know it: those of the operators with derivatives."""
+    seen, linear = [], kind in ("galerkin", "fourier")
 
     class Log(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.namespace)
+            seen.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 
     op, inputs = make(kind)
     learned = [t.clone().requires_grad_() for t in inputs]
     with Log():
         op(*inputs)
-        assert seen.count("continuum_ops") > 0
+        forward = "aten::bmm" if linear else f"continuum_ops::{kind}_attention_forward"
+        assert seen.count(forward) > 0
         out = op(*learned)
-        before = seen.count("continuum_ops")
+        before = seen.count("aten::bmm")
         out.sum().backward()
-    assert seen.count("continuum_ops") > before
+    if linear:
+        assert seen.count("aten::bmm") >= before + 4  # two products, two derivatives of each
+    else:
+        assert seen.count(f"continuum_ops::{kind}_attention_backward") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,7 +206,7 @@ def test_subclasses_are_not_passed_by(kind):
         pass
 
     op, inputs = make(kind)
-    assert direct.intercepts(inputs[0].as_subclass(Named))
+    assert direct.plain(None, inputs[0].as_subclass(Named)) is None
     out = op(*(t.as_subclass(Named) for t in inputs))
     assert isinstance(out, Named)
 
@@ -165,9 +222,10 @@ def test_storage_offsets(kind):
 
 def test_what_intercepts():
     x = torch.ones(2)
-    assert direct.intercepts(x) == (not direct.KERNELS)
-    assert direct.intercepts(x, None)
-    assert direct.intercepts(torch.ones(2, device="meta"))
+    assert (direct.plain(None, x) is None) == (not direct.KERNELS)
+    assert direct.plain(None, x, None) is None
+    for other in (torch.ones(2, device="meta"), [1.0]):
+        assert direct.plain(None, x, other) is None and direct.plain(other, x) is None
     assert not direct.intercepted()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert direct.intercepted()
@@ -177,6 +235,16 @@ def test_what_intercepts():
     torch.func.grad(lambda t: (inside.append(direct.intercepted()), t.sum())[1])(x)
     torch.jit.trace(lambda t: (inside.append(direct.intercepted()), t * 2)[1], (x,), check_trace=False)
     assert inside == [True, True]
+
+
+@needs_kernels
+@pytest.mark.parametrize("learned", range(3))
+def test_where_gradients_are_recorded(learned):
+    tensors = [torch.ones(2, requires_grad=i == learned) for i in range(3)]
+    assert direct.plain(*tensors) is True
+    assert direct.plain(*(t.detach() for t in tensors)) is False
+    with torch.no_grad():
+        assert direct.plain(*tensors) is False
 
 
 @needs_kernels

@@ -48,7 +48,9 @@ def _or_empty(grad: Tensor | None, query: Tensor) -> Tensor:
 
 
 forward_op = torch.ops.continuum_ops.continuum_attention_forward.default
-plain_op = torch.ops.continuum_ops.continuum_attention_plain.default
+plain_op = direct.kernel("continuum_attention_plain")
+_plain_forward = direct.kernel("continuum_attention_plain_forward")
+_plain_backward = direct.kernel("continuum_attention_plain_backward")
 _backward_op = torch.ops.continuum_ops.continuum_attention_backward.default
 LIBRARY.impl("continuum_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("continuum_attention_backward", _backward, "CompositeExplicitAutograd")
@@ -64,11 +66,25 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
     )
 
 
-@torch.library.register_fake("continuum_ops::continuum_attention_plain", lib=LIBRARY)
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("continuum_ops::continuum_attention_plain_forward", lib=LIBRARY)
+def _fake_plain(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     leads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     rows, dtype = (*leads, query.shape[-2]), accumulation_dtype(query.dtype)
     return query.new_empty((*rows, value.shape[-1])), query.new_empty((*rows, 2), dtype=dtype)
+
+
+@torch.library.register_fake("continuum_ops::continuum_attention_plain", lib=LIBRARY)
+def _(*args: Any) -> Tensor:
+    return _fake_plain(*args)[0]
+
+
+@torch.library.register_fake("continuum_ops::continuum_attention_plain_backward", lib=LIBRARY)
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    leads, weights_grad = grad_out.shape[:-2], args[0] is not None and args[-1]
+    weights = query.new_empty(
+        (*leads, key.shape[-2]) if weights_grad else 0, dtype=accumulation_dtype(query.dtype)
+    )
+    return (*(query.new_empty((*leads, *t.shape[-2:])) for t in (query, key, value)), weights)
 
 
 @torch.library.register_fake("continuum_ops::continuum_attention_backward", lib=LIBRARY)
@@ -131,30 +147,29 @@ class Plain(torch.autograd.Function):
         scale: float | None,
         is_causal: bool,
     ) -> Tensor:
-        out, stats = plain_op(query, key, value, weights, scale, is_causal)
+        out, stats = _plain_forward(query, key, value, weights, scale, is_causal)
         ctx.save_for_backward(query, key, value, weights, out, stats)
         ctx.options = (scale, is_causal)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *given, out, stats = ctx.saved_tensors
-        needs, (scale, is_causal) = ctx.needs_input_grad, ctx.options
-        if scale is None:
-            width = given[0].shape[-1]
-            scale = 1.0 / math.sqrt(width) if width > 0 else 1.0
-        leads = out.shape[:-2]
-        query, key, value = (
-            t if t.shape[:-2] == leads else t.expand(*leads, *t.shape[-2:]) for t in given[:3]
-        )
-        weights = None if given[3] is None else given[3].expand(*leads, key.shape[-2])
-        inputs = (query, key, value, weights, *(None,) * 6, out, stats, None, scale, 0.0, is_causal)
-        grads = direct.call(_backward_op, grad_out, None, *inputs, needs[3], False, False)
-        wanted = (
-            (g if g.shape == t.shape else g.sum_to_size(t.shape)) if need else None
-            for g, t, need in zip(grads, given, needs, strict=False)
-        )
-        return (*wanted, None, None)
+        # Where an argument was broadcast its gradient is too: autograd sums what its input had not.
+        query, key, value, weights, out, stats = ctx.saved_tensors
+        weights_grad, (scale, is_causal) = ctx.needs_input_grad[3], ctx.options
+        if direct.differentiated():
+            leads, width = out.shape[:-2], query.shape[-1]
+            if scale is None:
+                scale = 1.0 / math.sqrt(width) if width > 0 else 1.0
+            tensors = [t.expand(*leads, *t.shape[-2:]) for t in (query, key, value)]
+            tensors.append(None if weights is None else weights.expand(*leads, key.shape[-2]))
+            inputs = (*tensors, *(None,) * 6, out, stats, None, scale, 0.0, is_causal)
+            grads = _backward_op(grad_out, None, *inputs, weights_grad, False, False)
+        else:
+            grads = _plain_backward(
+                grad_out, query, key, value, weights, out, stats, scale, is_causal, weights_grad
+            )
+        return grads[0], grads[1], grads[2], grads[3] if weights_grad else None, None, None
 
 
 apply_plain = direct.applier(Plain)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import extension
+from ._library import LIBRARY
 
 KERNELS = extension()[0] is not None
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -26,7 +27,8 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
-_autocast_enabled = torch.is_autocast_enabled
+_autocast_enabled = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 
@@ -37,27 +39,32 @@ def intercepted() -> bool:
         _is_dynamo_compiling()
         or forward_ad._current_level >= 0
         or _transforms_active()
-        or _autocast_enabled("cpu")
+        or _autocast_enabled()
+        or _dispatch_modes() > 0
         or _tracing_state() is not None
     )
 
 
-def intercepts(*tensors: Any) -> bool:
-    """Whether a call with these is anything but plain: of subclasses, on another device, or intercepted."""
+def plain(optional: Any, *tensors: Any) -> bool | None:
+    """Whether gradients of these are recorded; None if the call is anything but plain.
+
+    That is: with subclasses, on another device, or intercepted. ``optional`` may be None. One look at each
+    tensor, since looks and calls of functions are what a small problem is made of.
+    """
+    if not KERNELS or intercepted():
+        return None
+    recorded = False
     for tensor in tensors:
         if type(tensor) not in PLAIN or not tensor.is_cpu:
-            return True
-    return not KERNELS or intercepted()
-
-
-def records_gradients(*tensors: Any) -> bool:
-    """Whether the derivative will be asked for."""
-    if not _grad_enabled():
-        return False
-    for tensor in tensors:  # noqa: SIM110  (any() makes a generator, which costs more than the loop)
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+            return None
+        if tensor.requires_grad:
+            recorded = True
+    if optional is not None:
+        if type(optional) not in PLAIN or not optional.is_cpu:
+            return None
+        if optional.requires_grad:
+            recorded = True
+    return recorded and _grad_enabled()
 
 
 def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -65,9 +72,20 @@ def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
+def kernel(name: str) -> Callable[..., Any]:
+    """An operator for plain tensors: called without OpOverload's own step, and for autograd not there."""
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    return getattr(torch.ops.continuum_ops, name).default._op  # type: ignore[no-any-return]
+
+
+def differentiated() -> bool:
+    """Of a derivative that is being computed: whether it must itself be an operator with a derivative."""
+    return _grad_enabled() or intercepted()
+
+
 def call(op: Any, *args: Any) -> Any:
     """op(*args), a derivative's own operator: without its autograd where no derivative of it is recorded."""
-    if _grad_enabled() or intercepted():
+    if differentiated():
         return op(*args)
     with _below_autograd():
         return op(*args)

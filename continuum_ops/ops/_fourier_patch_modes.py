@@ -250,14 +250,31 @@ LIBRARY.impl("patch_synthesis", _synthesis, "CompositeExplicitAutograd")
 @torch.library.register_fake("continuum_ops::patch_analysis", lib=LIBRARY)
 def _(u: Tensor, *fields: Any) -> Tensor:
     modes = PatchModes(*fields[:-1])
-    return u.new_empty(math.prod(modes.rows), 2, u.shape[0], math.prod(modes.patches), u.shape[-1])
+    return _fake_modes(u, modes.patches, modes.rows)
 
 
 @torch.library.register_fake("continuum_ops::patch_synthesis", lib=LIBRARY)
 def _(z: Tensor, *fields: Any) -> Tensor:
     modes = PatchModes(*fields[:-1])
-    grid = (p * n for p, n in zip(modes.patches, modes.points, strict=True))
-    return z.new_empty(z.shape[2], *grid, z.shape[-1])
+    return _fake_grid(z, modes.patches, modes.points)
+
+
+@torch.library.register_fake("continuum_ops::patch_dft", lib=LIBRARY)
+def _(u: Tensor, tables: Tensor, patches: list[int], points: list[int], rows: list[int]) -> Tensor:
+    return _fake_modes(u, patches, rows)
+
+
+@torch.library.register_fake("continuum_ops::patch_dft_inverse", lib=LIBRARY)
+def _(z: Tensor, tables: Tensor, patches: list[int], points: list[int], rows: list[int]) -> Tensor:
+    return _fake_grid(z, patches, points)
+
+
+def _fake_modes(u: Tensor, patches: Sequence[int], rows: Sequence[int]) -> Tensor:
+    return u.new_empty(math.prod(rows), 2, u.shape[0], math.prod(patches), u.shape[-1])
+
+
+def _fake_grid(z: Tensor, patches: Sequence[int], points: Sequence[int]) -> Tensor:
+    return z.new_empty(z.shape[2], *(p * n for p, n in zip(patches, points, strict=True)), z.shape[-1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

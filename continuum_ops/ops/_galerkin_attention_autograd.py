@@ -12,8 +12,8 @@ from . import _direct as direct
 from ._library import LIBRARY
 
 _ops = torch.ops.continuum_ops
-small_op = _ops.galerkin_attention_small.default
-_small_backward = _ops.galerkin_attention_small_backward.default
+small_op = direct.kernel("galerkin_attention_small")
+_small_backward = direct.kernel("galerkin_attention_small_backward")
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
@@ -54,15 +54,15 @@ class Small(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(query, key, value, weights)
-        return small_op(query, key, value, weights)
+        return small_op(query, key, value, weights)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad
-        if torch.is_grad_enabled() or direct.intercepted():
+        if direct.differentiated():
             return _vector_jacobian(inputs, needed, grad_out)
         query, key, value, weights = _small_backward(grad_out, *inputs, needed[3])
-        return query, key, value, weights.sum_to_size(inputs[3].shape) if needed[3] else None
+        return query, key, value, weights if needed[3] else None  # autograd sums what was broadcast
 
 
 apply_small = direct.applier(Small)

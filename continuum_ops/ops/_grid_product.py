@@ -264,6 +264,16 @@ def _(
     return [value.new_empty(value.shape if value_grad else 0), *grads]
 
 
+@torch.library.register_fake("continuum_ops::axis_product", lib=LIBRARY)
+def _(matrix: Tensor, x: Tensor, out: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("continuum_ops::axis_contraction", lib=LIBRARY)
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[1], x.shape[1])
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     value, matrices, _, weights = inputs
     ctx.save_for_backward(value, *matrices, *weights)

@@ -25,11 +25,18 @@ _INPUTS = (
 # stats is the kernel's own record of each row (a shift and the denominator relative to it), from which the
 # backward recomputes probabilities to full relative accuracy; lse alone is too coarse for logits of 1e4.
 LIBRARY.define(f"continuum_attention_forward({_INPUTS}) -> (Tensor out, Tensor lse, Tensor stats)")
-# On CPU tensors as users pass them, leading dimensions that broadcast, no scale for 1 / sqrt(D); its
-# derivative is the one below.
+# *_plain: kernels of the CPU for arguments as users pass them (see _direct): forward without what only a
+# derivative needs, forward, backward. Here leading dimensions broadcast, gradients have all of them, and no
+# scale stands for 1 / sqrt(D).
+_PLAIN = "Tensor query, Tensor key, Tensor value, Tensor? weights"
+LIBRARY.define(f"continuum_attention_plain({_PLAIN}, float? scale, bool is_causal) -> Tensor")
 LIBRARY.define(
-    "continuum_attention_plain(Tensor query, Tensor key, Tensor value, Tensor? weights, float? scale, "
-    "bool is_causal) -> (Tensor out, Tensor stats)"
+    f"continuum_attention_plain_forward({_PLAIN}, float? scale, bool is_causal) -> (Tensor out, Tensor stats)"
+)
+LIBRARY.define(
+    f"continuum_attention_plain_backward(Tensor grad_out, {_PLAIN}, Tensor out, Tensor stats, float? scale, "
+    "bool is_causal, bool weights_grad) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # Most users hold weights, positions and rate constant: their gradients are computed only if wanted, and
 # of shape (0,) otherwise.
@@ -60,9 +67,13 @@ LIBRARY.define(
     f"position_attention_forward({_POSITION}, Tensor? radius, float[]? period) "
     "-> (Tensor out, Tensor lse, Tensor stats)"
 )
-# On CPU tensors as users pass them, the points shared by the batch: (N, d), (M, d), (B, M, C) or
-# (B, H, M, C), (H,), (M,); its derivative is the one below.
-LIBRARY.define(f"position_attention_plain({_POSITION}) -> (Tensor out, Tensor lse, Tensor stats)")
+# The points shared by the batch: (N, d), (M, d), (B, M, C) or (B, H, M, C), (H,), (M,).
+LIBRARY.define(f"position_attention_plain({_POSITION}) -> Tensor")
+LIBRARY.define(f"position_attention_plain_forward({_POSITION}) -> (Tensor out, Tensor stats)")
+LIBRARY.define(
+    f"position_attention_plain_backward(Tensor grad_out, {_POSITION}, Tensor out, Tensor stats, "
+    f"bool[] needs) -> {_POSITION_GRADS}"
+)
 # needs: one for each of the first five inputs; gradients that are not needed have shape (0,).
 LIBRARY.define(
     f"position_attention_backward(Tensor grad_out, Tensor? grad_lse, {_POSITION}, Tensor out, Tensor lse, "
@@ -120,8 +131,17 @@ LIBRARY.define(
     "Tensor probabilities, SymInt[] patch_size, float? scale, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
-# The CUDA library's own: as the two above, scale never None, with tf32, one TF32 product for float32 instead
-# of three.
+# weights (*grid) or (B, *grid), one patch size for all axes or one for each, no scale for 1 with weights.
+_PLAIN_PATCH = f"{_PATCH}, int[] patch_size, float? scale"
+LIBRARY.define(f"patch_attention_plain({_PLAIN_PATCH}) -> Tensor")
+LIBRARY.define(f"patch_attention_plain_forward({_PLAIN_PATCH}) -> (Tensor out, Tensor probabilities)")
+LIBRARY.define(
+    f"patch_attention_plain_backward(Tensor grad_out, {_PATCH}, Tensor probabilities, int[] patch_size, "
+    "float? scale, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
+)
+# The CUDA library's own: as patch_attention_forward and _backward, scale never None, with tf32, one TF32
+# product for float32 instead of three.
 LIBRARY.define(
     f"patch_attention_cuda_forward({_PATCH}, int[] patch_size, float scale, bool tf32) "
     "-> (Tensor out, Tensor lse, Tensor probabilities)"

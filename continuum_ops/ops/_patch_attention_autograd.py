@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import warn_without_extension
+from . import _direct as direct
 from . import _patch_attention_chunked as chunked
 from . import _patch_attention_cuda as cuda
 from ._library import LIBRARY
@@ -40,6 +42,11 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     return tuple(_or_empty(g, x.query) for g in chunked.backward(x, grad_out, grad_lse, probabilities, needs))
 
 
+forward_op = torch.ops.continuum_ops.patch_attention_forward.default
+plain_op = direct.kernel("patch_attention_plain")
+_plain_forward = direct.kernel("patch_attention_plain_forward")
+_plain_backward = direct.kernel("patch_attention_plain_backward")
+_backward_op = torch.ops.continuum_ops.patch_attention_backward.default
 LIBRARY.impl("patch_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("patch_attention_backward", _backward, "CompositeExplicitAutograd")
 cuda.register(_forward, _backward)
@@ -60,10 +67,45 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.register_fake("continuum_ops::patch_attention_backward", lib=LIBRARY)
 def _(*args: Any) -> tuple[Tensor, ...]:
     _, _, x, _, needs = _backward_arguments(args)
+    return _fake_gradients(x, needs)
+
+
+def _fake_gradients(x: Inputs, needs: list[bool]) -> tuple[Tensor, ...]:
     return tuple(
         _or_empty(None if t is None or not need else t.new_empty(t.shape), x.query)
         for t, need in zip(x.tensors(), needs, strict=True)
     )
+
+
+def _prepared(*args: Any) -> Inputs:
+    """The arguments of the operators for plain tensors, as the others have them."""
+    query, key, value, weights, patch_size, scale = args
+    grid = query.shape[1:-2]
+    if len(patch_size) < len(grid):
+        patch_size = patch_size * len(grid)
+    if weights is not None:
+        weights = weights if weights.dim() > len(grid) else weights.unsqueeze(0)
+        weights = weights.expand(weights.shape[0], *grid)
+        scale = 1.0 if scale is None else scale
+    return Inputs(query, key, value, weights, list(patch_size), scale)
+
+
+@torch.library.register_fake("continuum_ops::patch_attention_plain", lib=LIBRARY)
+def _(*args: Any) -> Tensor:
+    x = _prepared(*args)
+    return x.query.new_empty(x.out_shape())
+
+
+@torch.library.register_fake("continuum_ops::patch_attention_plain_forward", lib=LIBRARY)
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    x = _prepared(*args)
+    return x.query.new_empty(x.out_shape()), x.query.new_empty(x.kept(), dtype=x.dtype)
+
+
+@torch.library.register_fake("continuum_ops::patch_attention_plain_backward", lib=LIBRARY)
+def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *tensors, _, patch_size, scale, needs = args
+    return _fake_gradients(_prepared(*tensors, patch_size, scale), needs)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -84,15 +126,50 @@ def _derivative(
     if grad_out is None:
         grad_out = x.query.new_zeros(()).expand(x.out_shape())
     needs = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    grads = torch.ops.continuum_ops.patch_attention_backward(
-        grad_out, grad_lse, *saved, ctx.patch_size, ctx.scale, needs
-    )
+    grads = direct.call(_backward_op, grad_out, grad_lse, *saved, ctx.patch_size, ctx.scale, needs)
     return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
 
 
 torch.library.register_autograd(
     "continuum_ops::patch_attention_forward", _derivative, setup_context=_setup, lib=LIBRARY
 )
+
+
+class Plain(torch.autograd.Function):
+    """The same derivative for what most calls have, without what the registration does for transforms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Tensor | None,
+        patch_size: Sequence[int],
+        scale: float | None,
+    ) -> Tensor:
+        out, probabilities = _plain_forward(query, key, value, weights, patch_size, scale)
+        ctx.save_for_backward(query, key, value, weights, probabilities)
+        ctx.options = (patch_size, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, probabilities = ctx.saved_tensors
+        needs, options = ctx.needs_input_grad[:DIFFERENTIABLE], ctx.options
+        if direct.differentiated():
+            x = _prepared(*tensors, *options)
+            lse = x.query.new_zeros(x.rows(), dtype=x.dtype)  # the kernel does not read it
+            grads = _backward_op(
+                grad_out, None, *x.tensors(), lse, probabilities, x.patch_size, x.scale, list(needs)
+            )
+        else:
+            grads = _plain_backward(grad_out, *tensors, probabilities, *options, needs)
+        # Where weights were broadcast their gradient is too: autograd sums what they had not.
+        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+
+
+apply_plain = direct.applier(Plain)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

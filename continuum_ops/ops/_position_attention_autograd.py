@@ -51,7 +51,9 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 forward_op = _ops.position_attention_forward.default
-plain_op = _ops.position_attention_plain.default
+plain_op = direct.kernel("position_attention_plain")
+_plain_forward = direct.kernel("position_attention_plain_forward")
+_plain_backward = direct.kernel("position_attention_plain_backward")
 _backward_op = _ops.position_attention_backward.default
 LIBRARY.impl("position_attention_forward", _forward, "CompositeExplicitAutograd")
 LIBRARY.impl("position_attention_backward", _backward, "CompositeExplicitAutograd")
@@ -65,11 +67,20 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.value.new_empty(x.out_shape()), x.rate.new_empty(rows), x.rate.new_empty((*rows, 2))
 
 
-@torch.library.register_fake("continuum_ops::position_attention_plain", lib=LIBRARY)
-def _(query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None) -> Any:
+@torch.library.register_fake("continuum_ops::position_attention_plain_forward", lib=LIBRARY)
+def _fake_plain(query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, *args: Any) -> Any:
     rows = (rate.shape[0], query_pos.shape[0])
-    out = value.new_empty((value.shape[0], *rows, value.shape[-1]))
-    return out, rate.new_empty((1, *rows)), rate.new_empty((1, *rows, 2))
+    return value.new_empty((value.shape[0], *rows, value.shape[-1])), rate.new_empty((1, *rows, 2))
+
+
+@torch.library.register_fake("continuum_ops::position_attention_plain", lib=LIBRARY)
+def _(*args: Any) -> Any:
+    return _fake_plain(*args)[0]
+
+
+@torch.library.register_fake("continuum_ops::position_attention_plain_backward", lib=LIBRARY)
+def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _fake_gradients(Inputs(*(*args[:DIFFERENTIABLE], None, None)), args[-1])
 
 
 @torch.library.register_fake("continuum_ops::position_attention_backward", lib=LIBRARY)
@@ -127,22 +138,35 @@ class Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
     ) -> Tensor:
-        out, lse, stats = plain_op(query_pos, key_pos, value, rate, weights)
-        ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, lse, stats)
+        out, stats = _plain_forward(query_pos, key_pos, value, rate, weights)
+        ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, stats)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *given, out, lse, stats = ctx.saved_tensors
-        query_pos, key_pos, value, rate, weights = given
-        needs = list(ctx.needs_input_grad)
-        value = value if value.dim() == 4 else value.unsqueeze(1)
-        weights = None if weights is None else weights.unsqueeze(0)
-        inputs = (query_pos.unsqueeze(0), key_pos.unsqueeze(0), value, rate, weights)
-        grads = direct.call(_backward_op, grad_out, None, *inputs, out, lse, stats, None, None, needs)
-        return tuple(
-            (g if g.dim() == t.dim() else g.squeeze(0 if t.dim() < 3 else 1)) if need else None
-            for g, t, need in zip(grads, given, needs, strict=True)
+        query_pos, key_pos, value, rate, weights, out, stats = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if direct.differentiated():
+            rows = (query_pos.unsqueeze(0), key_pos.unsqueeze(0))
+            heads = value if value.dim() == 4 else value.unsqueeze(1)
+            masses = None if weights is None else weights.unsqueeze(0)
+            records = (out, stats[..., 0], stats)  # the kernel does not read lse
+            x, y, v, r, w = _backward_op(
+                grad_out, None, *rows, heads, rate, masses, *records, None, None, list(needs)
+            )
+            x, y = (g.squeeze(0) if need else None for g, need in zip((x, y), needs, strict=False))
+            v = v.squeeze(1) if needs[2] and value.dim() == 3 else v
+            w = w.squeeze(0) if needs[4] else None
+        else:
+            x, y, v, r, w = _plain_backward(
+                grad_out, query_pos, key_pos, value, rate, weights, out, stats, needs
+            )
+        return (
+            x if needs[0] else None,
+            y if needs[1] else None,
+            v if needs[2] else None,
+            r if needs[3] else None,
+            w if needs[4] else None,
         )
 
 

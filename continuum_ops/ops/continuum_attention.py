@@ -156,20 +156,16 @@ def continuum_attention(
 
 def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal: Any) -> Tensor | None:
     """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
+    recorded = direct.plain(weights, query, key, value)
     if (
-        direct.intercepts(query, key, value)
+        recorded is None
         or (scale is not None and not (type(scale) is float and abs(scale) <= 1e38))
-        or (
-            weights is not None
-            and (type(weights) not in direct.PLAIN or not weights.is_cpu or weights.dtype is not query.dtype)
-        )
+        or (weights is not None and weights.dtype is not query.dtype)
     ):
         return None
-    arguments = (query, key, value, weights, scale, bool(is_causal))
+    run = apply_plain if recorded else plain_op
     try:
-        if direct.records_gradients(query, key, value, weights):
-            return apply_plain(*arguments)
-        return plain_op(*arguments)[0]
+        return run(query, key, value, weights, scale, bool(is_causal))  # type: ignore[no-any-return]
     except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None
 

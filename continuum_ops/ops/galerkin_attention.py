@@ -77,9 +77,8 @@ def linear_attention(op: str, query: Tensor, key: Tensor, value: Tensor, weights
 
 def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor | None:
     """The kernel's own answer for small problems; None where it refuses, or something has to be prepared."""
-    if direct.intercepts(query, key, value) or not (
-        weights is None or (type(weights) in direct.PLAIN and weights.is_cpu)
-    ):
+    recorded = direct.plain(weights, query, key, value)
+    if recorded is None:
         return None
     try:
         *leads, keys, _ = key.shape
@@ -90,8 +89,7 @@ def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor |
             return None
         if query.dtype not in direct.WIDE or (weights is not None and weights.dtype is not query.dtype):
             return None
-        if direct.records_gradients(query, key, value, weights):
-            return apply_small(query, key, value, weights)
-        return small_op(query, key, value, weights)
+        run = apply_small if recorded else small_op
+        return run(query, key, value, weights)  # type: ignore[no-any-return]
     except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _checks as shared
-from . import _patch_attention_autograd  # noqa: F401  (registers the operators)
+from . import _direct as direct
 from . import _patch_attention_checks as checks
 from ._functorch import transforms_active
+from ._patch_attention_autograd import apply_plain, forward_op, plain_op
 from ._patch_attention_functorch import attend_in_transforms
-
-_forward = torch.ops.continuum_ops.patch_attention_forward.default
 
 
 def patch_attention(
@@ -81,6 +81,10 @@ def patch_attention(
         >>> co.patch_attention(q, k, v, 16).shape  # 16 patches of 16 x 16 points
         torch.Size([1, 64, 64, 8, 16])
     """
+    if not return_lse:
+        plain = _plain(query, key, value, patch_size, weights, scale)
+        if plain is not None:
+            return plain
     op = checks.OP
     shared.check_tensor(op, "query", query)
     query, key, value = shared.autocast(query, key, value)
@@ -92,5 +96,29 @@ def patch_attention(
         weights = checks.check_weights(weights, query).to(torch.promote_types(query.dtype, torch.float32))
         scale = 1.0 if scale is None else scale
     inputs = (query, key, value, weights, sizes, None if scale is None else float(scale))
-    out, lse = attend_in_transforms(*inputs) if transforms_active() else _forward(*inputs)[:2]
+    out, lse = attend_in_transforms(*inputs) if transforms_active() else forward_op(*inputs)[:2]
     return (out, lse) if return_lse else out
+
+
+def _plain(query: Any, key: Any, value: Any, patch_size: Any, weights: Any, scale: Any) -> Tensor | None:
+    """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
+    recorded = direct.plain(weights, query, key, value)
+    if (
+        recorded is None
+        or (scale is not None and type(scale) is not float)
+        or (weights is not None and weights.dtype is not query.dtype)
+    ):
+        return None
+    if type(patch_size) is int:
+        sizes: tuple[int, ...] = (patch_size,)
+    elif type(patch_size) in (tuple, list) and len(patch_size) == query.dim() - 3:
+        sizes = tuple(patch_size)
+        if set(map(type, sizes)) != {int}:
+            return None
+    else:
+        return None
+    run = apply_plain if recorded else plain_op
+    try:
+        return run(query, key, value, weights, sizes, scale)  # type: ignore[no-any-return]
+    except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
+        return None

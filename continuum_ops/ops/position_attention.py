@@ -136,19 +136,18 @@ def position_attention(
 
 def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) -> Tensor | None:
     """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
+    recorded = direct.plain(weights, value, query_pos, key_pos, rate)
     if (
-        direct.intercepts(value, query_pos, key_pos, rate)
+        recorded is None
         or not (query_pos.dtype is key_pos.dtype is rate.dtype)
         or query_pos.dim() != 2
         or key_pos.dim() != 2
-        or not (weights is None or (type(weights) in direct.PLAIN and weights.is_cpu and weights.dim() == 1))
+        or (weights is not None and weights.dim() != 1)
     ):
         return None
-    arguments = (query_pos, key_pos, value, rate, weights)
+    run = apply_plain if recorded else plain_op
     try:
-        if direct.records_gradients(*arguments):
-            return apply_plain(*arguments)
-        return plain_op(*arguments)[0]
+        return run(query_pos, key_pos, value, rate, weights)  # type: ignore[no-any-return]
     except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None
 
