@@ -8,7 +8,7 @@ import torch
 from helpers import draw, exact, qkv
 
 import continuum_ops as co
-from continuum_ops.ops._philox import dropout_keep, philox4x32
+from continuum_ops.ops._philox import dropout_keep, dropout_keep_at, philox4x32
 
 
 def scalar_philox(counter, key, rounds):
@@ -50,6 +50,16 @@ def test_mask_is_a_function_of_seed_lead_query_and_key(seed, p):
             for k in range(7):
                 word = scalar_philox([k >> 2, i + 4, b, 0], [seed & 0xFFFFFFFF, seed >> 32], 7)[k & 3]
                 assert bool(keep.flatten(0, 1)[b, i, k]) == (word >= threshold)
+
+
+def test_mask_of_a_part_is_that_of_its_places():
+    seed, p, row, key = 2**40 + 5, 0.5, [9, 2], [7, 100000001, 3, 6, 7]
+    keep = dropout_keep_at(torch.tensor([seed]), p, (3,), torch.tensor(row), torch.tensor(key))
+    for b in range(3):
+        for i, r in enumerate(row):
+            for j, k in enumerate(key):
+                word = scalar_philox([k >> 2, r, b, 0], [seed & 0xFFFFFFFF, seed >> 32], 7)[k & 3]
+                assert bool(keep[b, i, j]) == (word >= int(p * 2**32))
 
 
 def test_share_dropped():

@@ -57,6 +57,12 @@ class Form(ABC):
     ) -> list[Tensor | None]:
         """Gradients of the tensors of `local` and `block`, `all_` being the result over all blocks."""
 
+    def add(self, sums: Block, grads: Sequence[Tensor | None], block: Block) -> None:
+        """Add the gradients that `backward` found for the tensors of `local`."""
+        for to, grad in zip(sums, grads, strict=True):
+            if grad is not None:
+                to += grad
+
     def spread(self, rows: Tensor) -> Tensor:
         """A number for each row in the layout of the output."""
         return rows.unsqueeze(-1)
@@ -135,7 +141,7 @@ class _Merged:
 
     def rows(self) -> Rows:
         divisor = self.form.spread(torch.where(self.total == 0, 1.0, self.total))
-        return Rows(self.sums / divisor.to(self.sums.dtype), self.shift, self.total)
+        return Rows(self.sums.div_(divisor.to(self.sums.dtype)), self.shift, self.total)
 
 
 class _Attend(torch.autograd.Function):
@@ -168,16 +174,16 @@ class _Attend(torch.autograd.Function):
         rows = Rows(out, shift, total)
         g = out.new_zeros(()).expand(out.shape) if g is None else g
         dtype = accumulation_dtype(out.dtype)
-        sums = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t in local]
+        sums = [
+            t.new_zeros(t.shape if need else (0,), dtype=dtype) for t, need in zip(local, needs, strict=False)
+        ]
         places = [i for i in range(len(own)) if needs[count + i]]
 
         def compute(_: int, block: Block) -> Block:
             if form.empty(local, block):
                 return [block[i].new_zeros(block[i].shape, dtype=dtype) for i in places]
             grads = form.backward(local, block, rows, g, g_lse, needs)
-            for to, grad in zip(sums, grads[:count], strict=True):
-                if grad is not None:
-                    to += grad
+            form.add(sums, grads[:count], block)
             return [grad for i in places if (grad := grads[count + i]) is not None]
 
         travelled = iter(ctx.route.returned(own, places, dtype, compute))
