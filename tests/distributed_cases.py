@@ -55,7 +55,7 @@ class Continuum:
     mask: str = ""
     dropout: float = 0.0
     scattered: bool = False  # the rows of a rank are not neighbours in the whole
-    small: bool = False  # keys travel in pieces, masks are made for some queries at a time
+    small: str = ""  # "keys": they travel in pieces; "rows": masks are made for some queries at a time
 
     def tensors(self) -> list[Tensor | None]:
         n, m = sum(QUERIES[2]), sum(self.keys[2])
@@ -135,16 +135,18 @@ class Continuum:
             # The first rank's generator counts.
             torch.manual_seed(DROPOUT_SEED + at.rank)
             options["dropout_p"] = self.dropout
-        known, least, scores = ring_module._stats_are_known, ring_module.LEAST_KEYS, forms_module.CHUNK_SCORES
+        known, least, scores = ring_module._stats_are_known, ring_module.LEAST, forms_module.CHUNK_SCORES
         if self.path == "blocks":
             ring_module._stats_are_known = lambda *_: False
-        if self.small:
-            ring_module.LEAST_KEYS, forms_module.CHUNK_SCORES = 60, 1000
+        if "keys" in self.small:
+            ring_module.LEAST = 20
+        if "rows" in self.small:
+            forms_module.CHUNK_SCORES = 5000
         try:
             tensors = [q, k, v, w, mask]
             return helpers.run(co.distributed.continuum_attention, tensors, g, g_lse, **options)
         finally:
-            ring_module._stats_are_known, ring_module.LEAST_KEYS = known, least
+            ring_module._stats_are_known, ring_module.LEAST = known, least
             forms_module.CHUNK_SCORES = scores
 
 
@@ -164,24 +166,25 @@ CONTINUUM = [
     Continuum("any backend, bfloat16", None, torch.bfloat16, path="blocks"),
     Continuum("replicated", (), path="replicated"),
     Continuum("replicated, dead ranks", (), dead=slice(0, 305), path="replicated"),
-    Continuum("pieces", (2,), small=True),
-    Continuum("pieces, float32", (), torch.float32, dead=slice(3, 40), small=True),
+    Continuum("pieces", (2,), small="keys"),
+    Continuum("pieces, float32", (), torch.float32, dead=slice(3, 40), small="keys, rows"),
     Continuum("causal", (), options={"is_causal": True}),
-    Continuum("causal, scattered", None, scattered=True, small=True, options={"is_causal": True}),
+    Continuum("causal, scattered", None, scattered=True, small="keys, rows", options={"is_causal": True}),
     Continuum("causal, any backend", (2,), torch.float32, path="blocks", options={"is_causal": True}),
+    Continuum("causal, chunks of queries", (), small="rows", options={"is_causal": True}),
     Continuum("mask", (), mask="bool"),
-    Continuum("mask, scattered", (2,), mask="bool", scattered=True, small=True),
+    Continuum("mask, scattered", (2,), mask="bool", scattered=True, small="keys, rows"),
     Continuum("mask of keys", (), torch.float32, dead=slice(3, 40), mask="keys"),
     Continuum("mask of keys, scattered", None, mask="keys", scattered=True),
     Continuum("float mask", (), torch.float32, mask="float"),
-    Continuum("float mask of heads, scattered", None, mask="heads", scattered=True, small=True),
+    Continuum("float mask of heads, scattered", None, mask="heads", scattered=True, small="keys, rows"),
     Continuum("dropout", (), dropout=0.4),
     Continuum(
         "dropout, causal, scattered",
         None,
         dropout=0.4,
         scattered=True,
-        small=True,
+        small="keys, rows",
         options={"is_causal": True},
     ),
     Continuum("dropout, mask, any backend", (), torch.float32, mask="bool", dropout=0.4, path="blocks"),

@@ -135,20 +135,27 @@ class Rule(NamedTuple):
     dropout_p: float
     seed: Tensor | None
 
+    @property
+    def placed(self) -> bool:
+        return self.is_causal or self.masked or self.seed is not None
 
-class Placed(Form):
-    """Scores that depend on the places of their query and key: causal order, masks, dropout.
 
-    local: query, the places of the queries, and the mask if there is one, with a column for each key of all
-    ranks; block: key, value, weights if given, and the places of the keys. A block is handed to `make`'s form
-    whole where all of it is visible, not at all where nothing is, and else some queries at a time, so that
-    the mask of the order holds at most CHUNK_SCORES scores.
+class InChunks(Form):
+    """Some queries at a time, and scores that depend on the places of their query and key.
+
+    local: query; if `rule` asks for places also those of the queries, and the mask if there is one, with a
+    column for each key of all ranks. block: key, value, weights if given; then also the places of the keys.
+    `make` gives the form of a chunk from a bool mask and a seed. Partial results and gradients of the queries
+    are of a chunk's size; so is the mask of the causal order, of CHUNK_SCORES scores at most. Of a block of
+    which nothing is visible nothing is computed.
     """
 
     value_at = 1
 
-    def __init__(self, make: Callable[[Tensor | None, Tensor | None], Blocks], rule: Rule) -> None:
-        self.make, self.rule = make, rule
+    def __init__(
+        self, make: Callable[[Tensor | None, Tensor | None], Blocks], rule: Rule, chunks: int
+    ) -> None:
+        self.make, self.rule, self.chunks = make, rule, chunks
         self.whole = make(None, None)
 
     def out_shape(self, local: Block, own: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -157,28 +164,33 @@ class Placed(Form):
     def empty(self, local: Block, block: Block) -> bool:
         return self.whole.empty(local, block)
 
-    def _pieces(self, local: Block, block: Block) -> Iterator[tuple[slice, Tensor | None]]:
+    def _chunks(self, local: Block, block: Block) -> Iterator[tuple[slice, Tensor | None]]:
         """(queries, the mask of their scores) of what is visible."""
-        row, place = local[1], block[-1]
-        rows, keys = row.numel(), place.numel()
-        everything, step = slice(0, rows), max(1, CHUNK_SCORES // keys)
-        chunks = [slice(i, min(rows, i + step)) for i in range(0, rows, step)]
+        rows, keys = local[0].shape[-2], block[0].shape[-2]
+        plain = -(-rows // min(rows, self.chunks))
+        masked = min(plain, max(1, CHUNK_SCORES // keys))
+
+        def slices(step: int) -> Iterator[slice]:
+            return (slice(i, min(rows, i + step)) for i in range(0, rows, step))
+
         if self.rule.is_causal:
+            row, place = local[1], block[-1]
             if bool(place.max() <= row.min()):
-                yield everything, None
+                yield from ((chunk, None) for chunk in slices(plain))
             elif bool(place.min() <= row.max()):
-                for chunk in chunks:
-                    yield chunk, row[chunk, None] >= place
+                yield from ((chunk, row[chunk, None] >= place) for chunk in slices(masked))
         elif self.rule.masked:
-            mask = local[2]
+            mask, place = local[2], block[-1]
             columns = _columns(mask, place)
-            if columns is not None:
-                yield everything, columns
-            else:
-                for chunk in [everything] if mask.shape[-2] == 1 else chunks:
+            if columns is None and mask.shape[-2] == 1:
+                columns = mask.index_select(-1, place)
+            for chunk in slices(masked if columns is None else plain):
+                if columns is None:
                     yield chunk, _rows(mask, chunk).index_select(-1, place)
+                else:
+                    yield chunk, _rows(columns, chunk)
         else:
-            yield everything, None
+            yield from ((chunk, None) for chunk in slices(plain))
 
     def _form(self, local: Block, block: Block, rows: slice, mask: Tensor | None) -> tuple[Blocks, Block]:
         """The form of these queries and its own local tensors."""
@@ -190,66 +202,56 @@ class Placed(Form):
             return self.make(None, seed), [query, mask]
         return self.make(mask, seed), [query]
 
-    def forward(self, local: Block, block: Block) -> Rows:
-        shape, row_shape = self.out_shape(local, block)
-        result: Rows | None = None
-        for rows, mask in self._pieces(local, block):
-            form, own = self._form(local, block, rows, mask)
-            part = form.forward(own, block[:-1])
-            if part.shift.shape == row_shape:
-                return part
-            if result is None:
-                result = _no_rows(part.out.new_zeros(shape), part.total.new_zeros(row_shape))
-            result.out[..., rows, :] = part.out
-            result.shift[..., rows] = part.shift
-            result.total[..., rows] = part.total
-        if result is None:
-            result = _no_rows(local[0].new_zeros(shape), local[0].new_zeros(row_shape, dtype=torch.float64))
-        return result
+    def _tensors(self, block: Block) -> Block:
+        return block[:-1] if self.rule.placed else block
 
-    def backward(
-        self, local: Block, block: Block, all_: Rows, g: Tensor, g_lse: Tensor | None, needs: Sequence[bool]
+    def parts(self, local: Block, block: Block) -> Iterator[tuple[slice, Rows]]:
+        for rows, mask in self._chunks(local, block):
+            form, own = self._form(local, block, rows, mask)
+            yield rows, form.forward(own, self._tensors(block))
+
+    def accumulate(
+        self,
+        local: Block,
+        block: Block,
+        all_: Rows,
+        g: Tensor,
+        g_lse: Tensor | None,
+        needs: Sequence[bool],
+        sums: Block,
     ) -> list[Tensor | None]:
-        count, dtype = len(local), accumulation_dtype(local[0].dtype)
-        shapes = [t.shape for t in (*local, *block)]
-        if self.rule.masked and shapes[2][-1] != 1:
-            shapes[2] = torch.Size((*shapes[2][:-1], block[-1].numel()))
-        sums = [
-            block[0].new_zeros(shape, dtype=dtype) if need else None
-            for shape, need in zip(shapes, needs, strict=True)
-        ]
-        for rows, mask in self._pieces(local, block):
+        tensors, count = self._tensors(block), len(local)
+        wanted = needs[count : count + len(tensors)]
+        dtype = accumulation_dtype(local[0].dtype)
+        totals: list[Tensor | None] = [None] * len(block)
+        for rows, mask in self._chunks(local, block):
             form, own = self._form(local, block, rows, mask)
             grads = form.backward(
                 own,
-                block[:-1],
-                Rows(all_.out[..., rows, :], all_.shift[..., rows], all_.total[..., rows]),
+                tensors,
+                # A kernel takes the outputs as it made them.
+                Rows(all_.out[..., rows, :].contiguous(), all_.shift[..., rows], all_.total[..., rows]),
                 g[..., rows, :],
                 None if g_lse is None else g_lse[..., rows],
-                [needs[0], *needs[2:count][: len(own) - 1], *needs[count:-1]],
+                [needs[0], *needs[2:count][: len(own) - 1], *wanted],
             )
-            found = iter(grads[len(own) :])
-            for total in sums[count:-1]:
-                grad = next(found)
-                if total is not None and grad is not None:
-                    total += grad
-            for total, grad in zip((sums[0], *sums[2:count]), grads[: len(own)], strict=False):
-                if total is not None and grad is not None:
-                    to = _rows(total, rows)
-                    to += grad
-        return sums
-
-    def add(self, sums: Block, grads: Sequence[Tensor | None], block: Block) -> None:
-        super().add(sums[:2], grads[:2], block)
-        for to, grad in zip(sums[2:], grads[2:], strict=True):
-            if grad is not None and to.shape[-1] == grad.shape[-1] == 1:
-                to += grad
-            elif grad is not None:
-                to.index_add_(-1, block[-1], grad)
-
-
-def _no_rows(out: Tensor, total: Tensor) -> Rows:
-    return Rows(out, torch.full_like(total, -math.inf), total)
+            for i, grad in enumerate(grads[len(own) :]):
+                if grad is not None:
+                    total = totals[i]
+                    totals[i] = grad.to(dtype) if total is None else total.add_(grad)
+            if grads[0] is not None:
+                sums[0][..., rows, :] += grads[0]
+            if len(own) > 1 and grads[1] is not None:
+                to = _rows(sums[2], rows)
+                if to.shape[-1] == grads[1].shape[-1] == 1:
+                    to += grads[1]
+                else:
+                    to.index_add_(-1, block[-1], grads[1])
+            del grads
+        return [
+            t.new_zeros(t.shape, dtype=dtype) if need and total is None else total
+            for t, total, need in zip(block, totals, needs[count:], strict=True)
+        ]
 
 
 def _rows(tensor: Tensor, rows: slice) -> Tensor:

@@ -16,16 +16,16 @@ from ..ops import _direct as direct
 from ..ops._continuum_attention_chunked import accumulation_dtype
 from ..ops.continuum_attention import _draw_seed
 from ._attend import Block, attend
-from ._forms import Blocks, Kernel, Placed, Rule
+from ._forms import Blocks, InChunks, Kernel, Rule
 from ._group import Group, Link, check_values, link, wanted
 from ._replicated import merged_over_ranks
 from ._routes import Ring
 from .mesh import ShardedMesh
 
 OP = "distributed.continuum_attention"
-# A rank's keys travel in so many pieces, of at least so many keys: the buffers of the ring are fractions of
-# a part, and what is left of the memory is the fields themselves.
-PIECES, LEAST_KEYS = 8, 1024
+# A rank's keys travel in so many pieces, and its queries are computed in so many chunks, of at least so many
+# points: buffers are fractions of a part. Fewer keys than 1024 at a time cost the kernels time.
+PIECES, CHUNKS, LEAST = 32, 4, 1024
 
 
 @torch.compiler.disable
@@ -165,6 +165,7 @@ def continuum_attention(
     if weights is not None:
         own.append(weights.to(accumulation_dtype(query.dtype)))
     floating = attn_mask is not None and attn_mask.dtype != torch.bool
+    # The same on all ranks only by chance; nothing depends on that.
     kernel = not floating and _stats_are_known(query, value, dropout_p)
 
     def make(mask: Tensor | None, seed: Tensor | None) -> Blocks:
@@ -175,17 +176,16 @@ def continuum_attention(
         return (out, lse) if return_lse else out
     sizes = [shapes for shapes, *_ in seen]
     axes = [-2, -2, -1][: len(own)]
-    form: Blocks | Placed = make(None, None)
-    if rule.is_causal or rule.masked or seed is not None:
-        # The choice of the kernel is the same on all ranks only by chance; nothing depends on that.
-        form = Placed(make, rule)
+    if rule.placed:
         local += [places[0], *([] if attn_mask is None else [attn_mask])]
         own.append(places[1])
         sizes = [[*shapes, (counts[1],)] for shapes, (*_, counts, _, _) in zip(sizes, seen, strict=True)]
         axes.append(-1)
     most = max(counts[1] for *_, counts, _, _ in seen)
-    pieces = max(1, min(PIECES, most // LEAST_KEYS))
-    out, lse = attend(form, Ring(at, sizes, axes, pieces), local, own)
+    route = Ring(at, sizes, axes, max(1, min(PIECES, most // LEAST)))
+    chunks = max(1, min(CHUNKS, query.shape[-2] // LEAST)) if route.pieces > 1 else 1
+    form = InChunks(make, rule, chunks)
+    out, lse = attend(form, route, local, own)
     return (out, lse) if return_lse else out
 
 
