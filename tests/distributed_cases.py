@@ -135,19 +135,20 @@ class Continuum:
             # The first rank's generator counts.
             torch.manual_seed(DROPOUT_SEED + at.rank)
             options["dropout_p"] = self.dropout
-        known, least, scores = ring_module._stats_are_known, ring_module.LEAST, forms_module.CHUNK_SCORES
+        known, scores = ring_module._stats_are_known, forms_module.CHUNK_SCORES
+        least = ring_module.LEAST_KEYS, ring_module.LEAST_QUERIES
         if self.path == "blocks":
             ring_module._stats_are_known = lambda *_: False
         if "keys" in self.small:
-            ring_module.LEAST = 20
+            ring_module.LEAST_KEYS, ring_module.LEAST_QUERIES = 40, 20
         if "rows" in self.small:
             forms_module.CHUNK_SCORES = 5000
         try:
             tensors = [q, k, v, w, mask]
             return helpers.run(co.distributed.continuum_attention, tensors, g, g_lse, **options)
         finally:
-            ring_module._stats_are_known, ring_module.LEAST = known, least
-            forms_module.CHUNK_SCORES = scores
+            ring_module._stats_are_known, forms_module.CHUNK_SCORES = known, scores
+            ring_module.LEAST_KEYS, ring_module.LEAST_QUERIES = least
 
 
 CONTINUUM = [

@@ -232,3 +232,14 @@ class TestArguments:
         q, k, v = qkv()
         compiled = torch.compile(function, backend="eager")
         assert torch.equal(compiled(q, k, v), function(q, k, v))
+
+    def test_compiled_model_on_a_part(self):
+        torch.manual_seed(0)
+        model = co.models.TNO(1, 1, 2, d_model=4, num_heads=2, num_layers=1, dtype=torch.float64)
+        grid, u = co.Grid.uniform((3, 3)), draw((2, 9, 1), torch.float64)
+        true = model(u, grid)
+        compiled = torch.compile(model, backend="eager")(u, cd.shard(grid))
+        torch.testing.assert_close(compiled, true, rtol=1e-12, atol=1e-12)
+        grads = [torch.autograd.grad(z.square().sum(), model.parameters()) for z in (compiled, true)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

@@ -24,8 +24,9 @@ from .mesh import ShardedMesh
 
 OP = "distributed.continuum_attention"
 # A rank's keys travel in so many pieces, and its queries are computed in so many chunks, of at least so many
-# points: buffers are fractions of a part. Fewer keys than 1024 at a time cost the kernels time.
-PIECES, CHUNKS, LEAST = 32, 4, 1024
+# points: buffers are fractions of a part. Fewer points at a time would cost the kernels time.
+PIECES, LEAST_KEYS = 32, 1024
+CHUNKS, LEAST_QUERIES = 4, 4096
 
 
 @torch.compiler.disable
@@ -182,8 +183,8 @@ def continuum_attention(
         sizes = [[*shapes, (counts[1],)] for shapes, (*_, counts, _, _) in zip(sizes, seen, strict=True)]
         axes.append(-1)
     most = max(counts[1] for *_, counts, _, _ in seen)
-    route = Ring(at, sizes, axes, max(1, min(PIECES, most // LEAST)))
-    chunks = max(1, min(CHUNKS, query.shape[-2] // LEAST)) if route.pieces > 1 else 1
+    route = Ring(at, sizes, axes, max(1, min(PIECES, most // LEAST_KEYS)))
+    chunks = max(1, min(CHUNKS, query.shape[-2] // LEAST_QUERIES)) if route.pieces > 1 else 1
     form = InChunks(make, rule, chunks)
     out, lse = attend(form, route, local, own)
     return (out, lse) if return_lse else out
