@@ -194,7 +194,9 @@ def overhead(ranks: int, rounds: int, settings: dict[str, int]) -> dict[str, Any
         error = ring.error
     rows = {name: timing.row() for name, timing in timings.items()}
     ratio = rows["ring"]["ms"] / rows["one_process"]["ms"]
-    return {"ranks": ranks, "threads": threads, **settings, "error": error, "ratio": ratio, **rows}
+    case = {"N": settings["points"], "ranks": ranks, "threads of one process": threads}
+    where = {"table": "forward + backward", "case": case, "candidate": "ring", "allocator": "default"}
+    return {**where, "error": error, "ratio": ratio, **rows}
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -247,8 +249,9 @@ def render(document: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in document["rows"]:
+        points, ranks, threads = row["case"].values()
         lines.append(
-            f"| {row['points']:,} | {row['ranks']} | {row['ring']['ms'] / 1e3:.2f} | {row['threads']} | "
+            f"| {points:,} | {ranks} | {row['ring']['ms'] / 1e3:.2f} | {threads} | "
             f"{row['one_process']['ms'] / 1e3:.2f} | {row['ratio']:.2f} |"
         )
     return "\n".join(lines)
