@@ -47,6 +47,8 @@ struct AttentionProblem {
   bool is_causal;
   double dropout_p;
   uint64_t seed;
+  // Places of the queries and keys in the whole of which these are a part, by which scores are dropped; null: 0, 1, 2, ...
+  const int64_t *query_places, *key_places;
 };
 
 struct AttentionOutput {  // contiguous

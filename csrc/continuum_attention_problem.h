@@ -238,11 +238,17 @@ struct Problem {
                                  weights->size(weights->dim() - 1) == a.m), "weights: (*L, M) in the accumulation dtype");
     STD_TORCH_CHECK(!attn_mask || (attn_mask->scalar_type() == ScalarType::Bool && attn_mask->dim() == dims &&
                                    attn_mask->size(dims - 2) == a.n && attn_mask->size(dims - 1) == a.m), "attn_mask: bool (*L, N, M)");
-    STD_TORCH_CHECK(dropout_p == 0 || (seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long), "seed: one int64");
+    const bool placed = dropout_p > 0 && seed && seed->numel() > 1;
+    STD_TORCH_CHECK(dropout_p == 0 || (seed && seed->scalar_type() == ScalarType::Long && seed->is_contiguous() &&
+                                       seed->numel() == (placed ? 1 + a.n + a.m : 1)),
+                    "seed: one int64, or that and the places of the N queries and M keys");
     a.leads = int64_t(query.offsets.size());
     a.query = query.operand, a.key = key.operand, a.value = value.operand;
     a.scale = scale, a.is_causal = is_causal, a.dropout_p = dropout_p;
-    a.seed = dropout_p > 0 ? uint64_t(*static_cast<const int64_t*>(seed->const_data_ptr())) : 0;
+    const int64_t* numbers = dropout_p > 0 ? static_cast<const int64_t*>(seed->const_data_ptr()) : nullptr;
+    a.seed = numbers ? uint64_t(*numbers) : 0;
+    a.query_places = placed ? numbers + 1 : nullptr;
+    a.key_places = placed ? numbers + 1 + a.n : nullptr;
 
     // A mask that is the same for every query removes keys; only one that differs needs a look per score.
     const bool masked = attn_mask && a.n > 0 && a.m > 0;  // an empty mask has no data to look at

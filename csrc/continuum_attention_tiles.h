@@ -197,13 +197,14 @@ void dropout_factors(const AttentionProblem& a, int64_t lead, int64_t i0, int64_
   const uint64_t threshold = uint64_t(a.dropout_p * 4294967296.0);
   const T factor = a.dropout_p < 1 ? T(1 / (1 - a.dropout_p)) : T(0);
   for (int64_t i = 0; i < nq; ++i) {
+    const int64_t row = a.query_places ? a.query_places[i0 + i] : i0 + i;
     int64_t quad = -1;
     PhiloxWords words{};
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t k = key_place(keys, first + j);
+      const int64_t place = key_place(keys, first + j), k = a.key_places ? a.key_places[place] : place;
       if (k >> 2 != quad) {
         quad = k >> 2;
-        words = philox(a.seed, uint32_t(quad), uint32_t(i0 + i), uint64_t(lead));
+        words = philox(a.seed, uint32_t(quad), uint32_t(row), uint64_t(lead));
       }
       to[j * QB + i] = uint64_t(words.w[k & 3]) < threshold ? T(0) : factor;
     }

@@ -15,8 +15,10 @@ from helpers import draw, lse_dtype
 from torch import Tensor
 
 import continuum_ops as co
+from continuum_ops.ops._philox import dropout_keep
 
 ring_module = importlib.import_module("continuum_ops.distributed.continuum_attention")
+forms_module = importlib.import_module("continuum_ops.distributed._forms")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Ranks:
 QUERIES = {2: (70, 3), 4: (70, 0, 1, 2)}
 KEYS = {2: (300, 13), 4: (5, 300, 0, 8)}
 NO_KEYS = {2: (0, 0), 4: (0, 0, 0, 0)}
+DROPOUT_SEED = 11
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,10 @@ class Continuum:
     dead: slice | None = None
     options: dict[str, Any] = field(default_factory=dict)
     path: str = "kernel"
+    mask: str = ""
+    dropout: float = 0.0
+    scattered: bool = False  # the rows of a rank are not neighbours in the whole
+    small: str = ""  # "keys": they travel in pieces; "rows": masks are made for some queries at a time
 
     def tensors(self) -> list[Tensor | None]:
         n, m = sum(QUERIES[2]), sum(self.keys[2])
@@ -70,24 +77,78 @@ class Continuum:
         n = sum(QUERIES[2])
         return draw((2, 2, n, 3), self.dtype, 4), draw((2, 2, n), lse_dtype(self.dtype), 5)
 
+    def places(self) -> list[Tensor]:
+        """Of the queries and keys in the whole; the tensors are in the order of the ranks."""
+        counts = [sum(QUERIES[2]), sum(self.keys[2])]
+        if not self.scattered:
+            return [torch.arange(count) for count in counts]
+        found = [
+            torch.randperm(count, generator=torch.Generator().manual_seed(i))
+            for i, count in enumerate(counts)
+        ]
+        return [torch.arange(counts[0]) if self.path == "replicated" else found[0], found[1]]
+
+    def attn_mask(self) -> Tensor | None:
+        """A row for each query in the order of the ranks, a column for the place of each key."""
+        n, m = sum(QUERIES[2]), sum(self.keys[2])
+        if self.mask == "":
+            return None
+        if self.mask == "keys":
+            return draw((2, 1, 1, m), torch.float64, 6) > 0.0
+        if self.mask == "bool":
+            mask = draw((n, m), torch.float64, 6) > 0.5
+            mask[::5] = False
+            return mask
+        mask = draw((2, 1, n, m) if self.mask == "heads" else (n, m), self.dtype, 6)
+        return mask.masked_fill(mask > 1.0, -math.inf)
+
+    def hidden(self) -> dict[str, Any]:
+        """Mask and dropout factor of the whole, keys in the order of the ranks, for the formula."""
+        row, column = self.places()
+        mask = self.attn_mask()
+        result: dict[str, Any] = {} if mask is None else {"attn_mask": mask[..., column]}
+        if self.options.get("is_causal"):
+            result["attn_mask"] = row[:, None] >= column
+        if self.dropout:
+            torch.manual_seed(DROPOUT_SEED)
+            seed = torch.randint(2**63 - 1, (1,))
+            keep = dropout_keep(seed, self.dropout, (2, 2), 0, len(row), len(column))
+            result["factor"] = keep[..., row, :][..., column].double() / (1.0 - self.dropout)
+        return result
+
     def run(self, at: Ranks) -> dict[str, Tensor]:
         q, k, v, w = self.tensors()
         g, g_lse = self.cotangents()
+        mask, (row, column) = self.attn_mask(), self.places()
         options: dict[str, Any] = {"group": at.group, "return_lse": True, **self.options}
         if self.path == "replicated":
             g, g_lse, options["query_replicated"] = g / at.size, g_lse / at.size, True
         else:
             q, g = (at.part(t, -2, QUERIES) for t in (q, g))
-            g_lse = at.part(g_lse, -1, QUERIES)
+            g_lse, row = (at.part(t, -1, QUERIES) for t in (g_lse, row))
+            mask = mask if self.mask == "keys" else at.part(mask, -2, QUERIES)
         k, v = (at.part(t, -2, self.keys) for t in (k, v))
-        w = at.part(w, -1, self.keys)
-        known = ring_module._stats_are_known
+        w, column = (at.part(t, -1, self.keys) for t in (w, column))
+        if self.scattered:
+            options |= {"query_index": row, "key_index": column}
+        if self.dropout:
+            # The first rank's generator counts.
+            torch.manual_seed(DROPOUT_SEED + at.rank)
+            options["dropout_p"] = self.dropout
+        known, scores = ring_module._stats_are_known, forms_module.CHUNK_SCORES
+        least = ring_module.LEAST_KEYS, ring_module.LEAST_QUERIES
         if self.path == "blocks":
             ring_module._stats_are_known = lambda *_: False
+        if "keys" in self.small:
+            ring_module.LEAST_KEYS, ring_module.LEAST_QUERIES = 40, 20
+        if "rows" in self.small:
+            forms_module.CHUNK_SCORES = 5000
         try:
-            return helpers.run(co.distributed.continuum_attention, [q, k, v, w], g, g_lse, **options)
+            tensors = [q, k, v, w, mask]
+            return helpers.run(co.distributed.continuum_attention, tensors, g, g_lse, **options)
         finally:
-            ring_module._stats_are_known = known
+            ring_module._stats_are_known, forms_module.CHUNK_SCORES = known, scores
+            ring_module.LEAST_KEYS, ring_module.LEAST_QUERIES = least
 
 
 CONTINUUM = [
@@ -106,7 +167,39 @@ CONTINUUM = [
     Continuum("any backend, bfloat16", None, torch.bfloat16, path="blocks"),
     Continuum("replicated", (), path="replicated"),
     Continuum("replicated, dead ranks", (), dead=slice(0, 305), path="replicated"),
+    Continuum("pieces", (2,), small="keys"),
+    Continuum("pieces, float32", (), torch.float32, dead=slice(3, 40), small="keys, rows"),
+    Continuum("causal", (), options={"is_causal": True}),
+    Continuum("causal, scattered", None, scattered=True, small="keys, rows", options={"is_causal": True}),
+    Continuum("causal, any backend", (2,), torch.float32, path="blocks", options={"is_causal": True}),
+    Continuum("causal, chunks of queries", (), small="rows", options={"is_causal": True}),
+    Continuum("mask", (), mask="bool"),
+    Continuum("mask, scattered", (2,), mask="bool", scattered=True, small="keys, rows"),
+    Continuum("mask of keys", (), torch.float32, dead=slice(3, 40), mask="keys"),
+    Continuum("mask of keys, scattered", None, mask="keys", scattered=True),
+    Continuum("float mask", (), torch.float32, mask="float"),
+    Continuum("float mask of heads, scattered", None, mask="heads", scattered=True, small="keys, rows"),
+    Continuum("dropout", (), dropout=0.4),
+    Continuum(
+        "dropout, causal, scattered",
+        None,
+        dropout=0.4,
+        scattered=True,
+        small="keys, rows",
+        options={"is_causal": True},
+    ),
+    Continuum("dropout, mask, any backend", (), torch.float32, mask="bool", dropout=0.4, path="blocks"),
+    Continuum("dropout, float mask", (2,), mask="float", dropout=0.4, scattered=True),
+    Continuum("replicated, float mask", (), mask="float", scattered=True, path="replicated"),
+    Continuum("replicated, dropout", (), mask="bool", dropout=0.4, scattered=True, path="replicated"),
 ]
+
+
+def plain(query, key, value, weights=None, *, factor=None, **options):
+    """`helpers.plain` with dropout."""
+    keys = torch.eye(value.shape[-2], dtype=value.dtype)
+    probabilities, lse = helpers.plain(query, key, keys, weights, **options)
+    return (probabilities if factor is None else probabilities * factor.to(value.dtype)) @ value, lse
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ tensors and saves what it gets; the tests put the parts together and compare.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import traceback
@@ -78,15 +79,18 @@ def run_tno_small(at: Ranks) -> dict[str, Any]:
     return run_tno(at, 3)
 
 
+def checkpointed(model: co.models.TNO) -> co.models.TNO:
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
+
+
 def run_own_losses(at: Ranks) -> dict[str, Any]:
-    """Each rank's loss is that of its own points; gradients are added. A layer is checkpointed."""
+    """Each rank's loss is that of its own points; gradients are added. Layers are checkpointed."""
     model = tno()
     mesh = co.distributed.shard(cloud(), at.group)
     u, y = (mesh.select(t) for t in samples())
-    layer = model.layers[0]
-    forward = layer.forward
-    layer.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    squares(model(u, mesh), y, getattr(mesh, "part", mesh).weights).backward()
+    squares(checkpointed(model)(u, mesh), y, getattr(mesh, "part", mesh).weights).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=at.group)
     return {name: p.grad for name, p in model.named_parameters()}
@@ -117,10 +121,26 @@ def run_mesh_2d(whole: Ranks) -> dict[str, Any]:
     return {name: p.grad for name, p in model.module.named_parameters()}
 
 
+def run_ddp_of_samples(whole: Ranks) -> dict[str, Any]:
+    """DDP over the samples alone, gradients of own points added over the points; both layers checkpointed."""
+    devices = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("points", "samples"))
+    model = DistributedDataParallel(checkpointed(tno()), process_group=devices["samples"].get_group())
+    mesh = co.distributed.shard(cloud(), devices["points"])
+    sample = devices.get_local_rank("samples")
+    u, y = (mesh.select(t[sample : sample + 1]) for t in samples())
+    squares(model(u, mesh), y, mesh.part.weights).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=devices["points"].get_group())
+    return {name: p.grad for name, p in model.module.named_parameters()}
+
+
 def run_fsdp(whole: Ranks) -> dict[str, Any]:
     """As before, parameters spread over the samples' dimension by FSDP, which takes the mean over both."""
     devices = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("points", "samples"))
-    model = fully_shard(tno(), mesh=devices)
+    model = checkpointed(tno())
+    for layer in model.layers:
+        fully_shard(layer, mesh=devices)
+    fully_shard(model, mesh=devices)
     mesh = co.distributed.shard(cloud(), devices["points"])
     sample = devices.get_local_rank("samples")
     u, y = (mesh.select(t[sample : sample + 1]) for t in samples())
@@ -151,7 +171,114 @@ def run_pit(at: Ranks) -> dict[str, Any]:
     return {"out": co.distributed.gather(z.detach(), outputs), **grads}
 
 
-KINDS = ("galerkin", "fourier", "softmax")
+GRID = (12, 10)
+MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    # constructor, its options; options of the call
+    "vitno": (co.models.ViTNO, {"scale": 3.0}, {}),
+    "vitno, spectral end": (
+        co.models.ViTNO,
+        {"periodic_extension": True, "final_spectral": 2, "smoothing": "dirichlet", "pad": True},
+        {"weights": "equal"},
+    ),
+    "fano": (co.models.FANO, {"scale": 2.0}, {}),
+    "fano, weights": (co.models.FANO, {}, {"weights": "mesh"}),
+    "fano, extended": (co.models.FANO, {"periodic_extension": True, "scale": 2.0}, {}),
+    "galerkin": (co.models.GalerkinTransformer, {"modes": 3}, {}),
+    "galerkin, pointwise": (
+        co.models.GalerkinTransformer,
+        {"decoder": "pointwise", "attention_type": "softmax"},
+        {},
+    ),
+    "galerkin, two grids": (co.models.GalerkinTransformer, {"coarsening": 2, "modes": 3}, {}),
+}
+
+
+def grid_model(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    make, options, _ = MODELS[name]
+    sizes: dict[str, Any] = {"d_model": 6, "num_heads": 2, "num_layers": 2, "dtype": torch.float64}
+    if make is not co.models.GalerkinTransformer:
+        sizes |= {"num_patches": (3, 2), "patch_size": (4, 5), "modes": 2}
+    model = make(2, 1, 2, **sizes, **options)
+    with torch.no_grad():  # final_spectral starts as 0
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def grid_samples() -> tuple[Tensor, Tensor, co.Grid]:
+    grid = co.Grid.uniform(GRID)
+    return draw((2, len(grid), 2), torch.float64, 12), draw((2, len(grid), 1), torch.float64, 13), grid
+
+
+def run_grid_models(at: Ranks) -> dict[str, Any]:
+    """Models on grids, by patches or by points, with a loss that every rank computes in full, under DDP."""
+    u, y, grid = grid_samples()
+    results = {}
+    for name, (make, _, options) in MODELS.items():
+        patches = None if make is co.models.GalerkinTransformer else (3, 2)
+        mesh = co.distributed.shard(grid, at.group, num_patches=patches)
+        model = DistributedDataParallel(grid_model(name), process_group=at.group)
+        z = model(mesh.select(u), mesh, **options)
+        co.distributed.all_reduce(squares(z, mesh.select(y), mesh.part.weights), at.group).backward()
+        results[f"{name}: out"] = co.distributed.gather(z.detach(), mesh)
+        for key, parameter in model.module.named_parameters():
+            results[f"{name}: {key}"] = parameter.grad
+    return results
+
+
+def multihead() -> tuple[co.nn.MultiheadAttention, Tensor, Tensor, Tensor]:
+    """The layer, points, an additive mask of the scores and one of the keys."""
+    torch.manual_seed(0)
+    layer = co.nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True, dtype=torch.float64)
+    return (
+        layer,
+        draw((2, POINTS, 6), torch.float64, 14),
+        draw((4, POINTS, POINTS), torch.float64, 15),
+        draw((2, POINTS), torch.float64, 16).masked_fill(draw((2, POINTS), torch.float64, 17) > 1.0, -100.0),
+    )
+
+
+MASKS = ("none", "scores", "keys", "kept keys", "causal")
+
+
+def masks(name: str, scores: Tensor, keys: Tensor) -> dict[str, Any]:
+    return {
+        "none": {},
+        "scores": {"attn_mask": scores > 0.5},
+        "keys": {"key_padding_mask": keys, "attn_mask": scores},
+        "kept keys": {"key_padding_mask": keys < 0.0},
+        "causal": {"is_causal": True},
+    }[name]
+
+
+def run_masked_layers(at: Ranks) -> dict[str, Any]:
+    """Multi-head attention in training, and the Galerkin layers' dropout, on a mesh in the user's order."""
+    mesh = co.distributed.shard(cloud(), at.group)
+    layer, points, scores, keys = multihead()
+    x, scores, keys = mesh.select(points).requires_grad_(), mesh.select(scores), mesh.select(keys, -1)
+    results = {}
+    for name in MASKS:
+        torch.manual_seed(3 + at.rank)
+        options = masks(name, scores, keys)
+        out, _ = layer(x, x, x, need_weights=False, weights=mesh.part.weights, group=mesh, **options)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        results[name] = co.distributed.gather(torch.cat([out.detach(), grad], -1), mesh)
+    for kind in KINDS:
+        attention = galerkin_attention(kind)
+        torch.manual_seed(3 + at.rank)
+        out = attention(x, weights=mesh.part.weights, group=mesh)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        results[kind] = co.distributed.gather(torch.cat([out.detach(), grad], -1), mesh)
+    return results
+
+
+def galerkin_attention(kind: str) -> co.nn.GalerkinAttention:
+    torch.manual_seed(0)
+    return co.nn.GalerkinAttention(6, 2, attention_type=kind, dropout=0.3, eta=1.0, dtype=torch.float64)
+
+
+KINDS = ("galerkin", "fourier", "linear", "softmax")
 
 
 def galerkin_layer(kind: str) -> co.nn.GalerkinEncoderLayer:
@@ -275,6 +402,8 @@ ON_BOTH: tuple[Callable[[Ranks], Any], ...] = (
     run_own_losses,
     run_pit,
     run_galerkin_layers,
+    run_grid_models,
+    run_masked_layers,
     run_gather,
     refusals,
 )
@@ -315,6 +444,7 @@ def worker(rank: int, folder: str) -> None:
         lambda: CONTINUUM[2].run(whole) | {"x" + k: v for k, v in POSITION[0].run(whole).items()},
     )
     keep("run_mesh_2d", "", 4, lambda: run_mesh_2d(whole))
+    keep("run_ddp_of_samples", "", 4, lambda: run_ddp_of_samples(whole))
     keep("run_fsdp", "", 4, lambda: run_fsdp(whole))
     keep("run_resumed", "", 4, lambda: run_resumed(pair, whole, path))
     fast = Ranks(hurried[rank // 2], rank % 2, 2)

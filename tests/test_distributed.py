@@ -12,14 +12,21 @@ import position_helpers
 import pytest
 import torch
 import torch.multiprocessing as mp
-from distributed_cases import CONTINUUM, KEYS, LINEAR, PATCH, POSITION, Ranks
+from distributed_cases import CONTINUUM, KEYS, LINEAR, PATCH, POSITION, Ranks, plain
 from distributed_worker import (
     KINDS,
     LATENT,
+    MASKS,
+    MODELS,
     POINTS,
     RANKS,
     cloud,
+    galerkin_attention,
     galerkin_layer,
+    grid_model,
+    grid_samples,
+    masks,
+    multihead,
     pit,
     samples,
     squares,
@@ -30,7 +37,7 @@ from distributed_worker import (
 from helpers import assert_results, draw
 
 import continuum_ops as co
-from continuum_ops.distributed.mesh import bisect
+from continuum_ops.distributed.mesh import bisect, bisect_patches
 
 position_module = importlib.import_module("continuum_ops.distributed.position_attention")
 sizes = pytest.mark.parametrize("size", [2, 4])
@@ -76,7 +83,7 @@ def joined(parts, axes, summed=(), same=()):
     return whole
 
 
-AXES = {"out": -2, "lse": -1, "query": -2, "key": -2, "value": -2, "weights": -1}
+AXES = {"out": -2, "lse": -1, "query": -2, "key": -2, "value": -2, "weights": -1, "attn_mask": -2}
 
 
 @sizes
@@ -87,13 +94,17 @@ def test_continuum_attention(case, size, saved):
     result = joined(
         of_ranks(saved, "Continuum", case.name, size),
         AXES,
-        ("query",) if replicated else (),
+        ("query", "attn_mask") if replicated else (),
         ("out", "lse") if replicated else (),
     )
-    padded = [*tensors, None, None, None, None]
-    true = helpers.exact(*tensors, grad_out=g, grad_lse=g_lse, **case.options)
-    rough = helpers.run(helpers.plain, padded, g, g_lse, **case.options)
-    given = dict(zip(helpers.NAMES[2:], tensors, strict=False))
+    if "attn_mask" in result:
+        result["attn_mask"] = result["attn_mask"][..., case.places()[1]]
+    hidden = case.hidden()
+    mask, factor = hidden.get("attn_mask"), hidden.get("factor")
+    options = {name: option for name, option in case.options.items() if name != "is_causal"}
+    true = helpers.exact(*tensors, attn_mask=mask, factor=factor, grad_out=g, grad_lse=g_lse, **options)
+    rough = helpers.run(plain, [*tensors, mask, None, None, None], g, g_lse, factor=factor, **options)
+    given = dict(zip(helpers.NAMES[2:], [*tensors, mask], strict=False))
     assert_results(result, true, rough, given, tensors[2].nan_to_num(0, 0, 0))
 
 
@@ -239,6 +250,45 @@ def test_galerkin_layers_equal_one_process(kind, weighted, size, saved):
 
 
 @sizes
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_grids_equal_one_process(name, size, saved):
+    model, (u, y, grid) = grid_model(name), grid_samples()
+    z = model(u, grid, **MODELS[name][2])
+    squares(z, y, grid.weights).backward()
+    for rank in of_ranks(saved, "run_grid_models", "", size):
+        torch.testing.assert_close(rank[f"{name}: out"], z.detach(), rtol=1e-11, atol=1e-12)
+        for key, parameter in model.named_parameters():
+            true = parameter.grad
+            atol = 1e-12 * max(1.0, true.abs().max().item())
+            torch.testing.assert_close(rank[f"{name}: {key}"], true, rtol=1e-10, atol=atol, msg=key)
+
+
+@sizes
+@pytest.mark.parametrize("name", MASKS)
+def test_multihead_masks_and_dropout_equal_one_process(name, size, saved):
+    layer, points, scores, keys = multihead()
+    points.requires_grad_()
+    torch.manual_seed(3)
+    options = masks(name, scores, keys)
+    out, _ = layer(points, points, points, need_weights=False, weights=cloud().weights, **options)
+    (grad,) = torch.autograd.grad(out.square().sum(), points)
+    for rank in of_ranks(saved, "run_masked_layers", "", size):
+        torch.testing.assert_close(rank[name], torch.cat([out.detach(), grad], -1), rtol=1e-11, atol=1e-12)
+
+
+@sizes
+@pytest.mark.parametrize("kind", KINDS)
+def test_galerkin_dropout_equals_one_process(kind, size, saved):
+    points = multihead()[1].requires_grad_()
+    layer = galerkin_attention(kind)
+    torch.manual_seed(3)
+    out = layer(points, weights=cloud().weights)
+    (grad,) = torch.autograd.grad(out.square().sum(), points)
+    for rank in of_ranks(saved, "run_masked_layers", "", size):
+        torch.testing.assert_close(rank[kind], torch.cat([out.detach(), grad], -1), rtol=1e-11, atol=1e-12)
+
+
+@sizes
 def test_pit_equals_one_process(size, saved):
     model, mesh, outputs = pit(), cloud(), cloud(23)
     z = model(samples()[0], mesh, outputs, latent_mesh=LATENT)
@@ -250,10 +300,11 @@ def test_pit_equals_one_process(size, saved):
 
 
 @pytest.mark.parametrize(
-    ("kind", "factor"), [("run_own_losses", 1.0), ("run_mesh_2d", 0.5), ("run_fsdp", 0.5)]
+    ("kind", "factor"),
+    [("run_own_losses", 1.0), ("run_mesh_2d", 0.5), ("run_ddp_of_samples", 0.5), ("run_fsdp", 0.5)],
 )
 def test_gradients_of_other_losses(kind, factor, saved):
-    """Losses of own points and a checkpointed layer; the mean over samples that are spread too."""
+    """Losses of own points and checkpointed layers; the mean over samples that are spread too."""
     model, mesh, (u, y) = tno(), cloud(), samples()
     (factor * squares(model(u, mesh), y, mesh.weights)).backward()
     for size in (2, 4) if kind == "run_own_losses" else (4,):
@@ -293,6 +344,18 @@ def test_parts_are_balanced(count, parts):
     assert all(torch.equal(part, part.sort().values) for part in found)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("counts", [(12,), (3, 4), (2, 1, 6)])
+def test_boxes_of_patches_make_up_the_grid(counts, parts):
+    covered = torch.zeros(counts, dtype=torch.int64)
+    sizes = []
+    for box in bisect_patches(counts, parts):
+        covered[tuple(slice(lo, hi) for lo, hi in box)] += 1
+        sizes.append(math.prod(hi - lo for lo, hi in box))
+    assert bool((covered == 1).all()) and len(sizes) == parts and min(sizes) >= 1
+    assert max(sizes) <= 2.0 * 12 / parts
+
+
 def test_training_resumes_on_another_number_of_ranks(saved):
     model, mesh, (u, y) = tno(), cloud(), samples()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -318,7 +381,7 @@ REFUSED = {  # of the last rank, of the others
     "weights": (r"ValueError: .*dimensions of weights must be the same on all ranks, got \[\(\),.*None\]",)
     * 2,
     "scale": (r"ValueError: .*the scale must be the same on all ranks, got \[None,.* 0.5\]",) * 2,
-    "gradient": (r"ValueError: .*weights require a gradient must be the same on all ranks",) * 2,
+    "gradient": (r"ValueError: .*attn_mask require a gradient must be the same on all ranks",) * 2,
     "operator": (
         r"RuntimeError: distributed.galerkin_attention: all ranks must make the same calls, rank 0 called",
         r"RuntimeError: .*all ranks must make the same calls, rank {last} called distributed.galerkin_att",

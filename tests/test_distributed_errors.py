@@ -31,7 +31,7 @@ def test_no_process_group():
 @pytest.mark.usefixtures("alone")
 class TestArguments:
     def test_group(self):
-        with pytest.raises(TypeError, match=r"group must be a ProcessGroup, a DeviceMesh or None, got str"):
+        with pytest.raises(TypeError, match=r"a DeviceMesh, a ShardedMesh or None, got str"):
             cd.continuum_attention(*qkv(), group="world")
         with pytest.raises(ValueError, match=r"group must contain this process"):
             cd.continuum_attention(*qkv(), group=dist.GroupMember.NON_GROUP_MEMBER)
@@ -42,8 +42,29 @@ class TestArguments:
 
     def test_continuum_attention(self):
         q, k, v = qkv()
-        with pytest.raises(ValueError, match=r"is_causal must be False, the parts of a mesh have no order"):
-            cd.continuum_attention(q, k, v, is_causal=True)
+        with pytest.raises(ValueError, match=r"is_causal must be False with query_replicated, whose queries"):
+            cd.continuum_attention(q, k, v, is_causal=True, query_replicated=True)
+        mask = torch.ones(7, 7, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"attn_mask must be None when is_causal=True"):
+            cd.continuum_attention(q, k, v, is_causal=True, attn_mask=mask)
+        with pytest.raises(ValueError, match=r"a column for each of the 7 keys of all ranks, .* got 6"):
+            cd.continuum_attention(q, k, v, attn_mask=mask[:, :6])
+        with pytest.raises(ValueError, match=r"attn_mask must be broadcastable to .* got \(6, 7\)"):
+            cd.continuum_attention(q, k, v, attn_mask=mask[:6])
+        with pytest.raises(TypeError, match=r"attn_mask must be bool .* or floating-point, got torch.int64"):
+            cd.continuum_attention(q, k, v, attn_mask=mask.long())
+        with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\], got 1.5"):
+            cd.continuum_attention(q, k, v, dropout_p=1.5)
+        with pytest.raises(TypeError, match=r"query_index must be an int64 tensor, got torch.float32"):
+            cd.continuum_attention(q, k, v, query_index=torch.rand(7))
+        with pytest.raises(
+            ValueError, match=r"key_index must have shape \(7,\), a place for each row of key"
+        ):
+            cd.continuum_attention(q, k, v, key_index=torch.arange(6))
+        with pytest.raises(ValueError, match=r"query_index must be >= 0, got a smallest place of -1"):
+            cd.continuum_attention(q, k, v, query_index=torch.arange(7) - 1)
+        with pytest.raises(ValueError, match=r"key_index must be below 7, .* got a place of 7"):
+            cd.continuum_attention(q, k, v, key_index=torch.arange(7) + 1)
         with pytest.raises(ValueError, match=r"weights must have an entry for each of the 7 rows of key"):
             cd.continuum_attention(q, k, v, torch.ones(1))
         with pytest.raises(ValueError, match=r"weights must be >= 0 and finite, got inf"):
@@ -99,18 +120,11 @@ class TestArguments:
         x = torch.rand(2, 5, 4)
         layer = co.nn.MultiheadAttention(4, 2, batch_first=True)
         world = dist.group.WORLD
+        with pytest.raises(ValueError, match=r"need_weights must be False .* no rank has the N x M prob"):
+            layer(x, x, x, group=world)
         for name, options in (
-            ("need_weights must be False", {}),
-            ("attn_mask must be None", {"need_weights": False, "attn_mask": torch.zeros(5, 5)}),
-            ("key_padding_mask must be None", {"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}),
-            ("is_causal must be False", {"need_weights": False, "is_causal": True}),
-        ):
-            with pytest.raises(ValueError, match=name):
-                layer(x, x, x, group=world, **options)
-        for name, options in (
-            ("add_bias_kv must be False", {"add_bias_kv": True}),
-            ("add_zero_attn must be False", {"add_zero_attn": True}),
-            ("dropout must be 0 in training", {"dropout": 0.1}),
+            ("add_bias_kv must be False .* an appended key is in no rank's part", {"add_bias_kv": True}),
+            ("add_zero_attn must be False .* an appended key is in no rank's part", {"add_zero_attn": True}),
         ):
             other = co.nn.MultiheadAttention(4, 2, batch_first=True, **options)
             with pytest.raises(ValueError, match=name):
@@ -118,16 +132,38 @@ class TestArguments:
         position = co.nn.PositionAttention(4, 4, 2, quantile=0.5)
         with pytest.raises(ValueError, match=r"radius must be given where group is, the quantile being"):
             position(x, torch.rand(5, 2), group=world)
-        with pytest.raises(ValueError, match=r'attention_type must not be "linear" where group is given'):
-            co.nn.GalerkinAttention(4, 2, attention_type="linear")(x, group=world)
-        with pytest.raises(ValueError, match=r"dropout must be 0 in training where group is given, was 0.1"):
-            co.nn.GalerkinAttention(4, 2, dropout=0.1)(x, group=world)
         model = co.models.TNO(1, 1, 2, d_model=4, num_heads=2, num_layers=1, initial_channels=1)
         mesh = cd.shard(co.Grid.uniform((3, 3), dtype=torch.float32))
         with pytest.raises(
             ValueError, match=r"initial_channels must be 0 on a mesh that is spread over ranks"
         ):
             model(torch.rand(2, 9, 1), mesh, torch.rand(2, 1))
+
+    def test_models_on_grids(self):
+        grid = co.Grid.uniform((8, 6), dtype=torch.float32)
+        for message, error, mesh, patches in (
+            (r"mesh must be a Grid for num_patches, got Tensor", TypeError, grid.points, 2),
+            (r"mesh must have a multiple of 4 points along axis 1", ValueError, grid, 4),
+            (r"num_patches must be one number for each of 2 axes", ValueError, grid, (2, 2, 2)),
+        ):
+            with pytest.raises(error, match=message):
+                cd.shard(mesh, num_patches=patches)
+        sizes = {"num_patches": 2, "patch_size": (4, 3), "modes": 1, "d_model": 4, "num_heads": 1}
+        model = co.models.ViTNO(1, 1, 2, **sizes, num_layers=1)
+        u = torch.rand(1, 48, 1)
+        with pytest.raises(ValueError, match=r"in \(2, 2\) patches, .* was spread in single points"):
+            model(u, cd.shard(grid))
+        with pytest.raises(ValueError, match=r"in \(2, 2\) patches, .* was spread in \(4, 2\) patches"):
+            model(u, cd.shard(grid, num_patches=(4, 2)))
+        mesh = cd.shard(grid, num_patches=2)
+        torch.testing.assert_close(model(u, mesh.to(dtype=torch.float32)), model(u, grid))
+        options = {"d_model": 4, "num_layers": 1, "modes": 2}
+        galerkin = co.models.GalerkinTransformer(1, 1, 2, **options)
+        with pytest.raises(ValueError, match=r"mesh must be a Grid for the spectral decoder, was a part of"):
+            galerkin(u, cd.shard(co.PointCloud(grid.points)))
+        coarse = co.models.GalerkinTransformer(1, 1, 2, **options, coarsening=2, coarse_output=True)
+        with pytest.raises(ValueError, match=r"coarse_output must be False for a mesh that is spread"):
+            coarse(u, cd.shard(grid))
 
     def test_pit(self):
         grid = co.Grid.uniform((3, 3), dtype=torch.float32)
@@ -196,3 +232,14 @@ class TestArguments:
         q, k, v = qkv()
         compiled = torch.compile(function, backend="eager")
         assert torch.equal(compiled(q, k, v), function(q, k, v))
+
+    def test_compiled_model_on_a_part(self):
+        torch.manual_seed(0)
+        model = co.models.TNO(1, 1, 2, d_model=4, num_heads=2, num_layers=1, dtype=torch.float64)
+        grid, u = co.Grid.uniform((3, 3)), draw((2, 9, 1), torch.float64)
+        true = model(u, grid)
+        compiled = torch.compile(model, backend="eager")(u, cd.shard(grid))
+        torch.testing.assert_close(compiled, true, rtol=1e-12, atol=1e-12)
+        grads = [torch.autograd.grad(z.square().sum(), model.parameters()) for z in (compiled, true)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

@@ -8,7 +8,7 @@ import torch
 from helpers import draw, exact, qkv
 
 import continuum_ops as co
-from continuum_ops.ops._philox import dropout_keep, philox4x32
+from continuum_ops.ops._philox import dropout_keep, dropout_keep_at, philox4x32
 
 
 def scalar_philox(counter, key, rounds):
@@ -50,6 +50,16 @@ def test_mask_is_a_function_of_seed_lead_query_and_key(seed, p):
             for k in range(7):
                 word = scalar_philox([k >> 2, i + 4, b, 0], [seed & 0xFFFFFFFF, seed >> 32], 7)[k & 3]
                 assert bool(keep.flatten(0, 1)[b, i, k]) == (word >= threshold)
+
+
+def test_mask_of_a_part_is_that_of_its_places():
+    seed, p, row, key = 2**40 + 5, 0.5, [9, 2], [7, 100000001, 3, 6, 7]
+    keep = dropout_keep_at(torch.tensor([seed]), p, (3,), torch.tensor(row), torch.tensor(key))
+    for b in range(3):
+        for i, r in enumerate(row):
+            for j, k in enumerate(key):
+                word = scalar_philox([k >> 2, r, b, 0], [seed & 0xFFFFFFFF, seed >> 32], 7)[k & 3]
+                assert bool(keep[b, i, j]) == (word >= int(p * 2**32))
 
 
 def test_share_dropped():
@@ -124,3 +134,26 @@ def test_zero_probability_draws_nothing(path):
     state = torch.get_rng_state()
     assert torch.equal(co.continuum_attention(q, k, v, dropout_p=0.0), co.continuum_attention(q, k, v))
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("op", ["forward", "chunked"])
+def test_a_part_of_the_queries_and_keys_drops_what_the_whole_does(op):
+    q, k, v = (t.requires_grad_() for t in qkv((2,), 70, 131, 8, 4, torch.float64))
+    row = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:70]
+    key = torch.randperm(300, generator=torch.Generator().manual_seed(2))[:131]
+    drawn = torch.tensor([77])
+    factor = dropout_keep(drawn, 0.4, (2,), 0, 200, 300)[:, row][..., key].double() / 0.6
+    function = getattr(torch.ops.continuum_ops, f"continuum_attention_{op}")
+    seed = torch.cat([drawn, row, key])
+    out, lse, *_ = function(q, k, v, *(None,) * 6, seed, None, 0.5, 0.4, False)
+    g, g_lse = draw(out.shape, torch.float64, 8), draw(lse.shape, torch.float64, 9)
+    true = exact(q, k, v, scale=0.5, factor=factor, grad_out=g, grad_lse=g_lse)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (g, g_lse))
+    for name, value in zip(("out", "lse", "query", "key", "value"), (out, lse, *grads), strict=True):
+        expected = true[name].astype(np.float64)
+        atol = 1e-13 * np.abs(expected).max()
+        np.testing.assert_allclose(value.detach().numpy(), expected, rtol=0, atol=atol, err_msg=name)
+    with pytest.raises(RuntimeError, match="seed: one int64, or that and the places of the N queries and M"):
+        torch.ops.continuum_ops.continuum_attention_forward(
+            q, k, v, *(None,) * 6, seed[:-1], None, 0.5, 0.4, False
+        )

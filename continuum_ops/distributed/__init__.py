@@ -9,6 +9,10 @@ over the ranks of the gradients found there. With a loss that every rank compute
 ranks (:func:`all_reduce`) or a gathered field (:func:`gather`), it is their mean: that is what
 ``DistributedDataParallel`` takes.
 
+Where a call draws random numbers for all ranks (dropout of attention weights), each rank draws from its own
+generator and the first rank's numbers count. Dropout at single points (``torch.nn.Dropout``) is each rank's
+own: give the ranks different seeds, or their parts drop the same places.
+
 A call first compares shapes, dtypes and options over the ranks, so that what would make ranks wait for each
 other for ever, or differ silently, is an error on all of them. If a rank dies or does something else, the
 others raise a RuntimeError within the timeout of the process group (``init_process_group(timeout=)``; with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +49,24 @@ class Form(ABC):
         """Whether there are no queries here or no keys."""
 
     @abstractmethod
-    def forward(self, local: Block, block: Block) -> Rows: ...
+    def parts(self, local: Block, block: Block) -> Iterator[tuple[slice, Rows]]:
+        """(rows, what this block gives them) of rows that make up all that see a key of it."""
 
     @abstractmethod
-    def backward(
-        self, local: Block, block: Block, all_: Rows, g: Tensor, g_lse: Tensor | None, needs: Sequence[bool]
+    def accumulate(
+        self,
+        local: Block,
+        block: Block,
+        all_: Rows,
+        g: Tensor,
+        g_lse: Tensor | None,
+        needs: Sequence[bool],
+        sums: Block,
     ) -> list[Tensor | None]:
-        """Gradients of the tensors of `local` and `block`, `all_` being the result over all blocks."""
+        """Gradients of the tensors of `block`; those of `local` are added to `sums`.
+
+        all_: the result over all blocks. needs: which gradients are asked for, of `local`, then of `block`.
+        """
 
     def spread(self, rows: Tensor) -> Tensor:
         """A number for each row in the layout of the output."""
@@ -86,6 +97,25 @@ class Reduced(Form):
         """16-bit tensors as float32: partial results that are subtracted need more digits."""
         return [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
 
+    def parts(self, local: Block, block: Block) -> Iterator[tuple[slice, Rows]]:
+        yield slice(None), self.forward(local, block)
+
+    def accumulate(
+        self,
+        local: Block,
+        block: Block,
+        all_: Rows,
+        g: Tensor,
+        g_lse: Tensor | None,
+        needs: Sequence[bool],
+        sums: Block,
+    ) -> list[Tensor | None]:
+        grads = self.backward(local, block, all_, g, g_lse, needs)
+        for to, grad in zip(sums, grads, strict=False):
+            if grad is not None:
+                to += grad
+        return grads[len(local) :]
+
     def forward(self, local: Block, block: Block) -> Rows:
         with torch.autocast(block[0].device.type, enabled=False):
             out, lse = self.attend(self._wide(local), self._wide(block))
@@ -95,6 +125,7 @@ class Reduced(Form):
     def backward(
         self, local: Block, block: Block, all_: Rows, g: Tensor, g_lse: Tensor | None, needs: Sequence[bool]
     ) -> list[Tensor | None]:
+        """Gradients of the tensors of `local` and `block`."""
         leaves = [
             t.detach().requires_grad_(need)
             for t, need in zip(self._wide([*local, *block]), needs, strict=True)
@@ -125,17 +156,20 @@ class _Merged:
         self.total = value.new_zeros(row_shape, dtype=torch.float64)
         self.shift = torch.full_like(self.total, -math.inf)
 
-    def add(self, part: Rows) -> None:
-        shift = torch.maximum(self.shift, part.shift)
-        base = shift.masked_fill(shift == -math.inf, 0.0)
-        before, after = (self.shift - base).exp2(), (part.shift - base).exp2() * part.total
-        self.shift, self.total = shift, self.total * before + after
-        old, new = (self.form.spread(f).to(self.sums.dtype) for f in (before, after))
-        self.sums.mul_(old).addcmul_(part.out.to(self.sums.dtype), new)
+    def add(self, part: Rows, rows: slice) -> None:
+        sums = self.sums if rows == slice(None) else self.sums[..., rows, :]
+        shift, total = self.shift[..., rows], self.total[..., rows]
+        top = torch.maximum(shift, part.shift)
+        base = top.masked_fill(top == -math.inf, 0.0)
+        before, after = (shift - base).exp2(), (part.shift - base).exp2() * part.total
+        shift.copy_(top)
+        total.mul_(before).add_(after)
+        old, new = (self.form.spread(f).to(sums.dtype) for f in (before, after))
+        sums.mul_(old).addcmul_(part.out.to(sums.dtype), new)
 
     def rows(self) -> Rows:
         divisor = self.form.spread(torch.where(self.total == 0, 1.0, self.total))
-        return Rows(self.sums / divisor.to(self.sums.dtype), self.shift, self.total)
+        return Rows(self.sums.div_(divisor.to(self.sums.dtype)), self.shift, self.total)
 
 
 class _Attend(torch.autograd.Function):
@@ -149,7 +183,9 @@ class _Attend(torch.autograd.Function):
         merged = _Merged(form, local, own)
         for _, block in route.blocks(own):
             if not form.empty(local, block):
-                merged.add(form.forward(local, block))
+                for which, part in form.parts(local, block):
+                    merged.add(part, which)
+                    del part
         rows = merged.rows()
         dtype = own[form.value_at].dtype
         out, lse = rows.out.to(dtype), rows.lse(rows.out.dtype)
@@ -168,17 +204,16 @@ class _Attend(torch.autograd.Function):
         rows = Rows(out, shift, total)
         g = out.new_zeros(()).expand(out.shape) if g is None else g
         dtype = accumulation_dtype(out.dtype)
-        sums = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t in local]
+        sums = [
+            t.new_zeros(t.shape if need else (0,), dtype=dtype) for t, need in zip(local, needs, strict=False)
+        ]
         places = [i for i in range(len(own)) if needs[count + i]]
 
         def compute(_: int, block: Block) -> Block:
             if form.empty(local, block):
                 return [block[i].new_zeros(block[i].shape, dtype=dtype) for i in places]
-            grads = form.backward(local, block, rows, g, g_lse, needs)
-            for to, grad in zip(sums, grads[:count], strict=True):
-                if grad is not None:
-                    to += grad
-            return [grad for i in places if (grad := grads[count + i]) is not None]
+            grads = form.accumulate(local, block, rows, g, g_lse, needs, sums)
+            return [grad for i in places if (grad := grads[i]) is not None]
 
         travelled = iter(ctx.route.returned(own, places, dtype, compute))
         back: list[Tensor | None] = [

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+if TYPE_CHECKING:
+    from .mesh import ShardedMesh
+
 T = TypeVar("T")
-Group = ProcessGroup | DeviceMesh | None
+Group: TypeAlias = "ProcessGroup | DeviceMesh | ShardedMesh | None"
 
 
 class Link(NamedTuple):
@@ -70,9 +73,10 @@ class Link(NamedTuple):
 
 
 def link(op: str, group: Group) -> Link:
-    """Checks and resolves the argument `group`: a ProcessGroup, a DeviceMesh of one dimension, or None."""
+    """Checks and resolves the argument `group`; of a ShardedMesh it is the mesh's."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{op}: torch.distributed.init_process_group must be called first")
+    group = getattr(group, "group", group)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -86,7 +90,8 @@ def link(op: str, group: Group) -> Link:
         raise ValueError(f"{op}: group must contain this process, got one of other processes")
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"{op}: group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}"
+            f"{op}: group must be a ProcessGroup, a DeviceMesh, a ShardedMesh or None, "
+            f"got {type(group).__name__}"
         )
     return Link(op, group, dist.get_rank(group), dist.get_world_size(group))
 
@@ -127,6 +132,30 @@ class _Sum(torch.autograd.Function):
 
 def sum_over(x: Tensor, at: Link) -> Tensor:
     return _Sum.apply(x, at)
+
+
+@torch.compiler.disable
+def largest(x: Tensor, group: Group) -> Tensor:
+    """The elementwise maximum over the ranks, a constant."""
+    at = link("largest", group)
+    at.same("the shape and dtype of x", at.agree(lambda: (tuple(x.shape), str(x.dtype))))
+    top = x.detach().clone(memory_format=torch.contiguous_format)
+    if at.size > 1:
+        with at.talking():
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=at.group)
+    return top
+
+
+@torch.compiler.disable
+def first_of(x: Tensor, group: Group) -> Tensor:
+    """What the first rank of the group has, a constant: one draw of random numbers for all ranks."""
+    at = link("first_of", group)
+    at.same("the shape and dtype of x", at.agree(lambda: (tuple(x.shape), str(x.dtype))))
+    first = x.detach().clone(memory_format=torch.contiguous_format)
+    if at.size > 1:
+        with at.talking():
+            dist.broadcast(first, group=at.group, group_src=0)
+    return first
 
 
 @torch.compiler.disable

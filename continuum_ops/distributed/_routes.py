@@ -48,46 +48,80 @@ def _sum(a: Block | None, b: Block) -> Block:
 class Ring:
     """Every block visits every rank, from neighbour to neighbour: rank r has that of r - t at step t.
 
-    A block's gradient travels one step behind it and collects the contributions in the order of its visits,
-    the owner's first, so that the same number of ranks gives the same bits.
+    A block goes in `pieces`, cut along the axes of its points, one after the other: what is in flight is a
+    fraction of it. A piece's gradient travels one step behind it and collects the contributions in the order
+    of its visits, the owner's first, so that the same number of ranks gives the same bits.
     """
 
-    def __init__(self, at: Link, shapes: Shapes) -> None:
-        self.at, self.shapes = at, shapes
+    def __init__(self, at: Link, shapes: Shapes, axes: Sequence[int], pieces: int = 1) -> None:
+        self.at, self.shapes, self.axes = at, shapes, axes
+        self.pieces = pieces if at.size > 1 else 1
         self.next, self.previous = (at.rank + 1) % at.size, (at.rank - 1) % at.size
 
+    def _piece_shapes(self, rank: int, piece: int) -> list[tuple[int, ...]]:
+        """Those of Tensor.tensor_split."""
+        shapes = []
+        for shape, axis in zip(self.shapes[rank], self.axes, strict=True):
+            sizes = list(shape)
+            sizes[axis] = sizes[axis] // self.pieces + (piece < sizes[axis] % self.pieces)
+            shapes.append(tuple(sizes))
+        return shapes
+
+    def _piece(self, tensors: Block, axes: Sequence[int], piece: int) -> Block:
+        if self.pieces == 1:
+            return tensors
+        return [t.tensor_split(self.pieces, axis)[piece] for t, axis in zip(tensors, axes, strict=True)]
+
+    def _steps(self, own: Block) -> Iterator[tuple[int, int, Block]]:
+        """(piece, owner, block) of each step; the work with a block overlaps with the next one's journey."""
+        at = self.at
+        for piece in range(self.pieces):
+            current = [t.contiguous() for t in self._piece(own, self.axes, piece)]
+            for step in range(at.size):
+                source = (at.rank - step) % at.size
+                if step + 1 == at.size:
+                    yield piece, source, current
+                    break
+                coming = _empty(own, self._piece_shapes((source - 1) % at.size, piece))
+                batch = _Batch(at, current, self.next, coming, self.previous)
+                yield piece, source, current
+                batch.wait()
+                current = coming
+
     def blocks(self, own: Block) -> Iterator[tuple[int, Block]]:
-        """(owner, block) of each step; what is done with a block overlaps with the next one's journey."""
-        at, current = self.at, [t.contiguous() for t in own]
-        for step in range(at.size):
-            source = (at.rank - step) % at.size
-            if step + 1 == at.size:
-                yield source, current
-                return
-            coming = _empty(own, self.shapes[(source - 1) % at.size])
-            batch = _Batch(at, current, self.next, coming, self.previous)
-            yield source, current
-            batch.wait()
-            current = coming
+        """(owner, a piece of its block) of each step."""
+        return ((source, block) for _, source, block in self._steps(own))
 
     def returned(self, own: Block, places: Sequence[int], dtype: torch.dtype, compute: Compute) -> Block:
         """Gradients of the tensors of `own` at `places`; `compute` gives those of a block on this rank."""
-        at = self.at
+        at, axes = self.at, [self.axes[place] for place in places]
+        result = (
+            [] if at.size == 1 else [own[place].new_empty(own[place].shape, dtype=dtype) for place in places]
+        )
         batch: _Batch | None = None
         arrived: Block | None = None
-        for source, block in self.blocks(own):
+
+        def keep(piece: int, sums: Block) -> None:
+            for to, part in zip(self._piece(result, axes, piece), sums, strict=True):
+                to.copy_(part)
+
+        for piece, source, block in self._steps(own):
             grads = [g.to(dtype).contiguous() for g in compute(source, block)]
             if at.size == 1:
                 return grads
             if batch is not None:
                 batch.wait()
+            if source == at.rank and arrived is not None:  # the last piece's gradient is home
+                keep(piece - 1, arrived)
+                arrived = None
             sums = _sum(arrived, grads)
-            shapes = self.shapes[(source - 1) % at.size]
+            shapes = self._piece_shapes((source - 1) % at.size, piece)
             arrived = _empty(sums, [shapes[place] for place in places], dtype)
             batch = _Batch(at, sums, self.next, arrived, self.previous)
         assert batch is not None and arrived is not None
         batch.wait()
-        return arrived
+        keep(self.pieces - 1, arrived)
+        return result
 
 
 class Direct:

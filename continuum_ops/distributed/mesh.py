@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..mesh import Mesh, PointCloud, as_mesh
+from ..mesh import Grid, Mesh, PointCloud, as_mesh
+from ..nn._patches import patch_size, per_axis
 from ..quadrature import Device
 from ._group import Group, Link, link, sum_over, wanted
 
@@ -25,17 +28,31 @@ class ShardedMesh:
         index: (N_r,) int64, ascending: the places of this part's points in the user's order.
         indices: those of all ranks.
         total: number of points of all ranks.
+        grid: the whole mesh where it is a Grid, which is its axes; else None.
+        num_patches: of the part along each axis, where it is a box of whole patches; else None.
+        all_patches: of the whole grid.
     """
 
-    def __init__(self, part: Mesh, indices: list[Tensor], at: Link) -> None:
+    def __init__(
+        self,
+        part: Mesh,
+        indices: list[Tensor],
+        at: Link,
+        grid: Grid | None = None,
+        num_patches: tuple[int, ...] | None = None,
+        all_patches: tuple[int, ...] | None = None,
+    ) -> None:
         self.part, self.group, self.indices = part, at.group, indices
+        self.grid, self.num_patches, self.all_patches = grid, num_patches, all_patches
         self.index = indices[at.rank]
         self.total = sum(index.numel() for index in indices)
         self._at = at
 
     def to(self, device: Device = None, dtype: torch.dtype | None = None) -> ShardedMesh:
         """With the part on another device or in another float dtype; None keeps what is."""
-        return ShardedMesh(self.part.to(device, dtype), self.indices, self._at)
+        grid = None if self.grid is None else self.grid.to(device, dtype)
+        part = self.part.to(device, dtype)
+        return ShardedMesh(part, self.indices, self._at, grid, self.num_patches, self.all_patches)
 
     def select(self, field: Tensor, dim: int = -2) -> Tensor:
         """This part's rows of a field that has the N points of the whole mesh, in the user's order, at `dim`.
@@ -54,7 +71,9 @@ class ShardedMesh:
         )
 
 
-def shard(mesh: Mesh | Tensor, group: Group = None) -> ShardedMesh:
+def shard(
+    mesh: Mesh | Tensor, group: Group = None, *, num_patches: int | Sequence[int] | None = None
+) -> ShardedMesh:
     """Split a mesh into one part for each rank, of sizes that differ by 1 at most, compact in space.
 
     Recursive coordinate bisection (Berger, Bokhari, "A Partitioning Strategy for Nonuniform Problems on
@@ -67,16 +86,23 @@ def shard(mesh: Mesh | Tensor, group: Group = None) -> ShardedMesh:
             shape (N, d), or (B, N, d), which are split by the mean over the batch. Fewer points than ranks
             leave ranks without points.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
+        num_patches: the patches of a model on patches, along each axis of a Grid, an int for all: parts are
+            boxes of whole patches then, cut in the same way across the axis with the most patches, and their
+            sizes differ by more where the ranks do not divide them.
 
     Returns:
-        This rank's part, with the weights of the whole mesh: their sum over all ranks is its volume.
+        This rank's part, with the weights of the whole mesh: their sum over all ranks is its volume. With
+        num_patches it is a Grid.
 
     Raises:
-        TypeError: mesh is no mesh, or is a part of one already.
+        TypeError: mesh is no mesh, or is a part of one already; num_patches for a mesh that is no Grid.
+        ValueError: patches that do not divide the grid, or are fewer than the ranks.
         RuntimeError, ValueError: as of :func:`continuum_ops.distributed.continuum_attention`; the mesh is not
             the same on all ranks.
     """
     at = link("distributed.shard", group)
+    if num_patches is not None:
+        return _shard_patches(mesh, num_patches, at)
 
     def look() -> Any:
         if isinstance(mesh, ShardedMesh):
@@ -99,7 +125,7 @@ def shard(mesh: Mesh | Tensor, group: Group = None) -> ShardedMesh:
     whole, indices, _ = found
     mine = indices[at.rank].to(whole.device)
     part = PointCloud(whole.points.index_select(-2, mine), whole.weights.index_select(-1, mine))
-    return ShardedMesh(part, indices, at)
+    return ShardedMesh(part, indices, at, whole if isinstance(whole, Grid) else None)
 
 
 def bisect(points: Tensor, parts: int) -> list[Tensor]:
@@ -119,6 +145,67 @@ def bisect(points: Tensor, parts: int) -> list[Tensor]:
         return split(index[:cut], first, middle) + split(index[cut:], middle, last)
 
     return split(torch.arange(count), 0, parts)
+
+
+def _shard_patches(mesh: Any, num_patches: int | Sequence[int], at: Link) -> ShardedMesh:
+    boxes: list[list[slice]] = []
+    counts: list[tuple[int, ...]] = []
+
+    def look() -> Any:
+        if not isinstance(mesh, Grid):
+            raise TypeError(
+                f"distributed.shard: mesh must be a Grid for num_patches, got {type(mesh).__name__}"
+            )
+        counts.append(per_axis("num_patches", num_patches, mesh.ndim))
+        size = patch_size("mesh", mesh.shape, counts[0])
+        if math.prod(counts[0]) < at.size:
+            raise ValueError(
+                f"distributed.shard: num_patches must be at least one for each of the {at.size} ranks, "
+                f"got {counts[0]}"
+            )
+        boxes.extend(
+            [slice(lo * n, hi * n) for (lo, hi), n in zip(box, size, strict=True)]
+            for box in bisect_patches(counts[0], at.size)
+        )
+        axes = [x.detach().double().cpu() for x in mesh.axes]
+        mark = sum((x * torch.arange(1.0, 1.0 + len(x)).sin()).sum().item() for x in axes)
+        return mesh.shape, counts[0], mark
+
+    at.same("the mesh (its shape, patches, a sum over its axes)", at.agree(look))
+    own, places = boxes[at.rank], torch.arange(len(mesh)).view(mesh.shape)
+    cut = [box.stop - box.start < n for box, n in zip(own, mesh.shape, strict=True)]
+    part = Grid(
+        *(x[box] for x, box in zip(mesh.axes, own, strict=True)),
+        kind=["cell" if c else kind for c, kind in zip(cut, mesh.kind, strict=True)],
+        weights=[w[box] for w, box in zip(mesh.axis_weights, own, strict=True)],
+        period=[math.inf if c else length for c, length in zip(cut, mesh.period, strict=True)],
+    )
+    size = patch_size("mesh", mesh.shape, counts[0])
+    mine = tuple((box.stop - box.start) // n for box, n in zip(own, size, strict=True))
+    return ShardedMesh(part, [places[tuple(box)].flatten() for box in boxes], at, mesh, mine, counts[0])
+
+
+Box = list[tuple[int, int]]
+
+
+def bisect_patches(counts: Sequence[int], parts: int) -> list[Box]:
+    """`parts` boxes, (first, last + 1) along each axis, none empty, that make up a grid of patches."""
+
+    def split(box: Box, parts: int) -> list[Box]:
+        if parts == 1:
+            return [box]
+        sizes = [hi - lo for lo, hi in box]
+        axis = max(range(len(box)), key=lambda i: sizes[i])
+        cut, across = sizes[axis] // 2, math.prod(sizes) // sizes[axis]
+        # As many parts on a side as its share, and at most one for each of its patches.
+        least, most = max(1, parts - (sizes[axis] - cut) * across), min(parts - 1, cut * across)
+        few = min(max(round(parts * cut / sizes[axis]), least), most)
+        lo, hi = box[axis]
+        first, last = box.copy(), box.copy()
+        first[axis], last[axis] = (lo, lo + cut), (lo + cut, hi)
+        return split(first, few) + split(last, parts - few)
+
+    return split([(0, n) for n in counts], parts)
 
 
 def gather(field: Tensor, mesh: ShardedMesh, dim: int = -2) -> Tensor:
@@ -168,7 +255,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: ShardedMesh, at: Link) -> Tensor:
         ctx.mesh, ctx.at = mesh, at
-        # Parts differ by a point at most, so they are sent at the size of the largest.
+        # Parts are of nearly one size, so they are sent at that of the largest.
         largest = max(index.numel() for index in mesh.indices)
         padded = part.new_zeros((largest, *part.shape[1:]))
         padded[: part.shape[0]] = part

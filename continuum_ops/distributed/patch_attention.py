@@ -104,7 +104,7 @@ def patch_attention(
         scale = 1.0 / points if weights is None and points > 0 else 1.0
     form = _Patches(list(seen[0][1][1][1]), float(scale))
     local = [query] if weights is None else [query, weights]
-    out, lse = attend(form, Ring(at, [sizes for sizes, _, _ in seen]), local, [key, value])
+    out, lse = attend(form, Ring(at, [sizes for sizes, _, _ in seen], (1, 1)), local, [key, value])
     return (out, lse) if return_lse else out
 
 

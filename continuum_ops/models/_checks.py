@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from ..mesh import Grid
+from ..mesh import Grid, Mesh
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from ..distributed import ShardedMesh
+
+
+def is_spread(mesh: Any) -> TypeIs[ShardedMesh]:
+    """Whether a mesh is spread over ranks; continuum_ops.distributed is not imported for it."""
+    return not isinstance(mesh, (Mesh, Tensor)) and hasattr(mesh, "part")
 
 
 def check_integer(name: str, value: int, least: int) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from ..mesh import Grid
 from .patch_layer import ExtendedAttention, FourierAttention
 from .patch_model import Patches, PatchModel, Weights
+
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
 
 
 class FANO(PatchModel):
@@ -100,7 +105,7 @@ class FANO(PatchModel):
             dtype=patches.dtype,
         )
 
-    def forward(self, u: Tensor, mesh: Grid, *, weights: Weights = "equal") -> Tensor:
+    def forward(self, u: Tensor, mesh: Grid | ShardedMesh, *, weights: Weights = "equal") -> Tensor:
         """As :meth:`ViTNO.forward`, but that weights are equal unless asked for.
 
         With equal weights, no extension and no padding the attention works in mode space; otherwise Q, K and

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..mesh import Grid, Mesh
+from ..mesh import Grid, Mesh, PointCloud
 from ..nn.galerkin_attention import AttentionType
 from ..nn.galerkin_encoder_layer import GalerkinEncoderLayer, LayerNormScheme
 from ..nn.spectral_conv import SpectralConv
-from ._checks import check_even
+from ._checks import check_even, is_spread
 from .interpolation_cnn import Downsample, Upsample, coarse_axis
 from .tno_layer import Activation, resolve_activation
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..distributed import ShardedMesh
 
 
 class GalerkinTransformer(nn.Module):
@@ -205,7 +210,7 @@ class GalerkinTransformer(nn.Module):
             return tuple(shape)
         return tuple(1 + round((n - 1) / self.coarsening) for n in shape)
 
-    def forward(self, u: Tensor, mesh: Mesh | Tensor) -> Tensor:
+    def forward(self, u: Tensor, mesh: Mesh | Tensor | ShardedMesh) -> Tensor:
         """Evaluate the operator on one function per batch entry.
 
         Args:
@@ -213,15 +218,33 @@ class GalerkinTransformer(nn.Module):
                 row-major), in the dtype of the parameters.
             mesh: a `Grid`, a `PointCloud` or another `Mesh`; or the points alone, (N, d), (B, N, d) or, if
                 d = 1, (N,), whose weights are then equal, or those of an enclosing
-                `continuum_ops.nn.quadrature`.
+                `continuum_ops.nn.quadrature`. Or a `continuum_ops.distributed.ShardedMesh`: u and the output
+                are then this rank's part, and the output is that of one process. The encoder's points stay
+                spread over the ranks, with one all-reduce of d_k x d_k matrices a layer ("softmax": a ring).
+                The spectral decoder and the convolutional networks need whole grids: every rank gathers
+                their input, holds their fields, B N channels numbers each, and computes them for all points.
+                Dropout there and at single points draws from each rank's own generator.
 
         Returns:
             (B, N, out_channels), or with coarse_output (B, N_c, out_channels) on the coarse grid, whose
             corners are those of the fine one.
 
         Raises:
-            ValueError: a shape that does not fit; a mesh that is no evenly spaced `Grid` where one is needed.
+            ValueError: a shape that does not fit; a mesh that is no evenly spaced `Grid` where one is needed;
+                coarse_output with a mesh that is spread over ranks, which says nothing of the coarse grid.
         """
+        if is_spread(mesh):
+            return self._over_ranks(u, mesh)
+        points = self._points(u, mesh)
+        if self.downsample is not None:
+            return self._on_two_grids(u, mesh, points)
+        v = self._encode(self._lift(u, points), points, mesh.weights if isinstance(mesh, Mesh) else None)
+        shape: tuple[int, ...] = (u.shape[1],)
+        if isinstance(self.decoder, SpectralDecoder):
+            shape = _even_grid(mesh).shape
+        return self.decoder(v, points, shape)
+
+    def _points(self, u: Tensor, mesh: Mesh | Tensor) -> Tensor:
         if u.dim() != 3 or u.shape[-1] != self.in_channels:
             raise ValueError(f"u must have shape (B, N, {self.in_channels}), was {tuple(u.shape)}")
         points = mesh.points if isinstance(mesh, Mesh) else mesh
@@ -233,27 +256,61 @@ class GalerkinTransformer(nn.Module):
                 f"mesh must have points of shape {expected} or {(batch, *expected)} for u of shape "
                 f"{tuple(u.shape)}, was {tuple(points.shape)}"
             )
-        points = points.to(u.dtype)
-        if self.downsample is not None:
-            return self._on_two_grids(u, mesh, points)
-        assert self.lift is not None
-        v = self.lift(torch.cat([u, points.expand(batch, *expected)], dim=-1))
-        v = self._encode(v, points, mesh.weights if isinstance(mesh, Mesh) else None)
-        shape: tuple[int, ...] = (n,)
-        if isinstance(self.decoder, SpectralDecoder):
-            shape = _even_grid(mesh).shape
-        return self.decoder(v, points, shape)
+        return points.to(u.dtype)
 
-    def _encode(self, v: Tensor, points: Tensor, weights: Tensor | None) -> Tensor:
+    def _lift(self, u: Tensor, points: Tensor) -> Tensor:
+        assert self.lift is not None
+        return self.lift(torch.cat([u, points.expand(*u.shape[:2], -1)], dim=-1))
+
+    def _encode(
+        self, v: Tensor, points: Tensor, weights: Tensor | None, spread: ShardedMesh | None = None
+    ) -> Tensor:
         if weights is not None:
             total = weights.sum(-1, keepdim=True)
+            if spread is not None:
+                from ..distributed import all_reduce
+
+                total = all_reduce(total, spread.group)
             # A mesh without weight has nothing to integrate; 0 / 0 would make NaN of it.
             weights = weights / torch.where(total == 0, 1.0, total)
         for layer in self.layers:
-            v = layer(v, points, weights=weights)
+            v = layer(v, points, weights=weights, group=spread)
         return v
 
-    def _on_two_grids(self, u: Tensor, mesh: Mesh | Tensor, points: Tensor) -> Tensor:
+    def _over_ranks(self, u: Tensor, mesh: ShardedMesh) -> Tensor:
+        from .. import distributed
+
+        points = self._points(u, mesh.part)
+        if self.downsample is not None:
+            if self.coarse_output:
+                raise ValueError(
+                    "coarse_output must be False for a mesh that is spread over ranks, which says nothing of "
+                    "the coarse grid, was True"
+                )
+            grid = _grid(mesh.grid, "a model with coarsening")
+            whole = self._on_two_grids(distributed.gather(u, mesh), grid, grid.points.to(u.dtype), mesh.group)
+            return mesh.select(whole)
+        v = self._encode(self._lift(u, points), points, mesh.part.weights, mesh)
+        if not isinstance(self.decoder, SpectralDecoder):
+            return self.decoder(v, points, (u.shape[1],))
+        grid = _even_grid(mesh.grid)
+        return mesh.select(self.decoder(distributed.gather(v, mesh), grid.points.to(u.dtype), grid.shape))
+
+    def _encode_coarse(
+        self, v: Tensor, points: Tensor, weights: Tensor, group: ProcessGroup | None
+    ) -> Tensor:
+        """On a grid that every rank holds, of which each takes a part."""
+        if group is None:
+            return self._encode(v, points, weights)
+        from .. import distributed
+
+        mesh = distributed.shard(PointCloud(points, weights), group)
+        v = self._encode(mesh.select(v), mesh.part.points, mesh.part.weights, mesh)
+        return distributed.gather(v, mesh)
+
+    def _on_two_grids(
+        self, u: Tensor, mesh: Mesh | Tensor, points: Tensor, group: ProcessGroup | None = None
+    ) -> Tensor:
         assert self.downsample is not None
         grid = _grid(mesh, "a model with coarsening")
         if "periodic" in grid.kind:
@@ -266,7 +323,7 @@ class GalerkinTransformer(nn.Module):
         coarse_points = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
         v = self.downsample(u.unflatten(1, grid.shape).movedim(-1, 1), coarse, self.middle)
         v = v.flatten(2).transpose(1, 2)
-        v = self._encode(v, coarse_points, (weights[0][:, None] * weights[1]).flatten())
+        v = self._encode_coarse(v, coarse_points, (weights[0][:, None] * weights[1]).flatten(), group)
         if self.upsample is None:
             return self.decoder(v, coarse_points, coarse)
         v = self.upsample(v.transpose(1, 2).unflatten(-1, coarse), grid.shape, self.middle)
@@ -347,13 +404,14 @@ class PointwiseDecoder(nn.Module):
         return self.out(v)
 
 
-def _grid(mesh: Mesh | Tensor, who: str) -> Grid:
+def _grid(mesh: Mesh | Tensor | None, who: str) -> Grid:
     if not isinstance(mesh, Grid):
-        raise ValueError(f"mesh must be a Grid for {who}, was {type(mesh).__name__}")
+        kind = "a part of another mesh" if mesh is None else type(mesh).__name__
+        raise ValueError(f"mesh must be a Grid for {who}, was {kind}")
     return mesh
 
 
-def _even_grid(mesh: Mesh | Tensor) -> Grid:
+def _even_grid(mesh: Mesh | Tensor | None) -> Grid:
     grid = _grid(mesh, "the spectral decoder")
     check_even(grid, "the spectral decoder")
     return grid

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..nn import PatchSpectralConv, SpectralConv
-from ..nn._patches import patch_size
+from ..nn._patches import patch_size, patches_of
 from ..nn.fourier_patch_attention import FourierPatchAttention
-from ..nn.patch_attention import equal_weights
+from ..nn.patch_attention import attend_patches
 from ..ops._fourier_patch_modes import PatchModes
-from ..ops.patch_attention import patch_attention
 from .tno_layer import Activation, identity_map
+
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
 
 
 class PatchEncoderLayer(nn.Module):
@@ -58,19 +61,19 @@ class PatchEncoderLayer(nn.Module):
             self.residual1 = identity_map(d_model, device, dtype)
             self.residual2 = identity_map(d_model, device, dtype)
 
-    def forward(self, v: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(self, v: Tensor, weights: Tensor | None, group: ShardedMesh | None = None) -> Tensor:
         if self.norm_residual:
             v = self.norm1(v)
-            v = self.residual1(v) + self._attend(v, weights)
+            v = self.residual1(v) + self._attend(v, weights, group)
             return self.norm2(self.residual2(v) + self._feed_forward(v))
         if self.norm_first:
-            v = self.residual1(v) + self._attend(self.norm1(v), weights)
+            v = self.residual1(v) + self._attend(self.norm1(v), weights, group)
             return self.residual2(v) + self._feed_forward(self.norm2(v))
-        v = self.norm1(self.residual1(v) + self._attend(v, weights))
+        v = self.norm1(self.residual1(v) + self._attend(v, weights, group))
         return self.norm2(self.residual2(v) + self._feed_forward(v))
 
-    def _attend(self, v: Tensor, weights: Tensor | None) -> Tensor:
-        return self.dropout(self.attention(v, weights=weights))
+    def _attend(self, v: Tensor, weights: Tensor | None, group: ShardedMesh | None) -> Tensor:
+        return self.dropout(self.attention(v, weights=weights, group=group))
 
     def _feed_forward(self, v: Tensor) -> Tensor:
         return self.dropout(self.linear2(self.dropout(self.activation(self.linear1(v)))))
@@ -94,8 +97,11 @@ class FourierAttention(FourierPatchAttention):
         super().__init__(embed_dim, num_heads, patch_size, modes, device=device, dtype=dtype)
         self.num_patches, self.factor = num_patches, factor
 
-    def forward(self, u: Tensor, weights: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return super().forward(u, weights, patch_size=patch_size("u", u.shape[1:-1], self.num_patches))
+    def forward(  # type: ignore[override]
+        self, u: Tensor, weights: Tensor | None = None, *, group: ShardedMesh | None = None
+    ) -> Tensor:
+        size = patch_size("u", u.shape[1:-1], patches_of(group, self.num_patches))
+        return super().forward(u, weights, patch_size=size, group=group)
 
     def _counts(self, grid: Sequence[int], points: Sequence[int]) -> Sequence[int]:
         return self.num_patches  # numbers, where a compiled graph has symbols for grid and points
@@ -138,15 +144,13 @@ class ExtendedAttention(nn.Module):
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, u: Tensor, weights: Tensor | None = None) -> Tensor:
-        grid = u.shape[1:-1]
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in self.in_conv(u).chunk(3, dim=-1))
-        size = patch_size("u", grid, self.num_patches)
-        if weights is None and self.factor != 1.0:
-            weights = equal_weights(u)
-        out = patch_attention(q, k, v, size, weights, scale=None if weights is None else self.factor)
-        assert isinstance(out, Tensor)
-        return self.out_proj(out.flatten(-2))
+    def forward(
+        self, u: Tensor, weights: Tensor | None = None, *, group: ShardedMesh | None = None
+    ) -> Tensor:
+        qkv = self.in_conv(u, group=group)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in qkv.chunk(3, dim=-1))
+        size = patch_size("u", u.shape[1:-1], patches_of(group, self.num_patches))
+        return self.out_proj(attend_patches(q, k, v, size, weights, self.factor, group).flatten(-2))
 
 
 class FinalSpectral(SpectralConv):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..mesh import Grid, Mesh
-from ..nn._patches import crop, patch_size, per_axis
-from ._checks import check_even, check_integer, check_tensor
+from ..nn import PatchSpectralConv
+from ..nn._patches import crop, patch_size, patches_of, per_axis
+from ._checks import check_even, check_integer, check_tensor, is_spread
 from .patch_layer import FinalSpectral, PatchEncoderLayer
 from .smoothing import Smoothing
 from .tno_layer import Activation, resolve_activation
+
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
 
 Weights: TypeAlias = Tensor | Literal["mesh", "equal"]
 
@@ -145,14 +149,19 @@ class PatchModel(nn.Module):
     def _make_attention(self, patches: Patches) -> nn.Module:
         raise NotImplementedError
 
-    def forward(self, u: Tensor, mesh: Grid, *, weights: Weights = "mesh") -> Tensor:
+    def forward(self, u: Tensor, mesh: Grid | ShardedMesh, *, weights: Weights = "mesh") -> Tensor:
         """Evaluate the operator on one function per batch entry.
 
         Args:
             u: (B, N, in_channels), samples of the input function at the points of the grid in row-major
                 order, of the dtype of the parameters.
             mesh: an evenly spaced `Grid` of coord_dim axes on the device of u, n_i points along axis i, a
-                multiple of num_patches[i] unless the model pads.
+                multiple of num_patches[i] unless the model pads. Or such a grid that is spread over ranks in
+                boxes of whole patches, ``continuum_ops.distributed.shard(grid, group, num_patches=...)``: u,
+                weights and the output are then this rank's part, and the output is that of one process. The
+                keys and values of the attention go round a ring; ``final_spectral`` and ``smoothing``, which
+                transform the whole grid, gather the output first, B N out_channels numbers on every rank,
+                and every rank computes them for all points. Dropout draws from each rank's own generator.
             weights: of the integrals within the patches: "mesh", the grid's; "equal", the same for every
                 point, CA (63); or a tensor (N,) of weights >= 0. They are divided by their sum, so that
                 the domain has volume 1 whatever its units. On an evenly spaced grid of kind "periodic" or
@@ -166,6 +175,8 @@ class PatchModel(nn.Module):
                 the patches do not divide; in training mode, modes that a patch or the grid lacks.
             TypeError: an argument of another type.
         """
+        if is_spread(mesh):
+            return self._over_ranks(u, mesh, weights)
         self._check(u, mesh)
         shape = mesh.shape
         extra = tuple(-n % patches for n, patches in zip(shape, self.num_patches, strict=True))
@@ -177,12 +188,35 @@ class PatchModel(nn.Module):
         v = self.lift(v)
         for layer in self.layers:
             v = layer(v, w)
-        z = self.projection(crop(v, shape))
+        return self._finish(self.projection(crop(v, shape)), mesh).flatten(1, -2)
+
+    def _finish(self, z: Tensor, mesh: Grid) -> Tensor:
+        """The layers that transform the whole grid."""
         if self.final_spectral is not None:
             z = self.final_spectral(z)
         if self.smoothing is not None:
             z = self.smoothing(z, mesh)
-        return z.flatten(1, -2)
+        return z
+
+    def _over_ranks(self, u: Tensor, mesh: ShardedMesh, weights: Weights) -> Tensor:
+        from .. import distributed
+
+        patches_of(mesh, self.num_patches)
+        box, whole = mesh.part, mesh.grid
+        assert isinstance(box, Grid) and whole is not None
+        self._check(u, box)
+        check_even(whole, f"{type(self).__name__}")
+        none = (0,) * box.ndim
+        v = torch.cat([u.unflatten(1, box.shape), _points(box, none, u)], dim=-1)
+        w = self._weights(u, box, weights, none, mesh)
+        v = self.lift(v, group=mesh) if isinstance(self.lift, PatchSpectralConv) else self.lift(v)
+        for layer in self.layers:
+            v = layer(v, w, mesh)
+        z = self.projection(v).flatten(1, -2)
+        if self.final_spectral is None and self.smoothing is None:
+            return z
+        z = distributed.gather(z, mesh).unflatten(1, whole.shape)
+        return mesh.select(self._finish(z, whole).flatten(1, -2))
 
     def _check(self, u: Tensor, mesh: Grid) -> None:
         if not isinstance(u, Tensor):
@@ -206,7 +240,14 @@ class PatchModel(nn.Module):
             raise ValueError(f"mesh must be on the device of u, {u.device}, was on {mesh.device}")
         check_even(mesh, f"{type(self).__name__}")
 
-    def _weights(self, u: Tensor, mesh: Grid, weights: Weights, extra: tuple[int, ...]) -> Tensor | None:
+    def _weights(
+        self,
+        u: Tensor,
+        mesh: Grid,
+        weights: Weights,
+        extra: tuple[int, ...],
+        spread: ShardedMesh | None = None,
+    ) -> Tensor | None:
         """Of sum 1 in the shape of the padded grid, 0 where it is padded; None: the same everywhere."""
         if self.none_is_equal and isinstance(weights, str) and weights == "equal" and not any(extra):
             return None
@@ -225,6 +266,10 @@ class PatchModel(nn.Module):
             raise ValueError(f'weights must be "mesh", "equal" or a tensor, was {weights!r}')
         w = w.to(wide)
         total = w.sum()
+        if spread is not None:
+            from ..distributed import all_reduce
+
+            total = all_reduce(total, spread.group)
         # A grid without weight has nothing to integrate; 0 / 0 would make NaN of it.
         w = (w / torch.where(total == 0, 1.0, total)).view(mesh.shape)
         for axis, more in enumerate(extra):

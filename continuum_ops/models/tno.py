@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..mesh import Mesh
-from ._checks import check_integer, check_tensor
+from ._checks import check_integer, check_tensor, is_spread
 from .tno_layer import Activation, PointwiseNetwork, TNOEncoderLayer, resolve_activation
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class TNO(nn.Module):
         initial: Tensor | None = None,
         *,
         weights: Tensor | Literal["mesh", "equal"] = "mesh",
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> Tensor:
         """Evaluate the operator on one function per batch entry.
 
@@ -165,20 +165,22 @@ class TNO(nn.Module):
                 place of the mesh's. Only their ratios matter.
             group: the ranks that the mesh is spread over: u, mesh and weights are this rank's part, of N
                 points of its own, also none, and so is the output, which is that of the whole mesh on one
-                process. Not with initial_channels, nor with dropout in training. None: the group of a
-                `continuum_ops.distributed.ShardedMesh`; for any other mesh, this process has all of it.
+                process. Not with initial_channels. In training the attention's dropout is that of one
+                process; dropout at single points draws from each rank's own generator, so give the ranks
+                different seeds. None: the ranks of a `continuum_ops.distributed.ShardedMesh`; for any other
+                mesh, this process has all of it.
 
         Returns:
             (B, N, out_channels), the output function at the same points.
 
         Raises:
             ValueError: a shape, dtype or device that does not fit; initial missing, or not asked for; with a
-                group, initial_channels or dropout in training.
+                group, initial_channels.
             TypeError: an argument of another type.
         """
         self._check_input(u, initial)
-        if not isinstance(mesh, (Mesh, Tensor)) and hasattr(mesh, "part"):
-            group = mesh.group if group is None else group
+        if is_spread(mesh):
+            group = mesh if group is None else group
             mesh = mesh.part
         if group is not None and self.initial_channels:
             raise ValueError(

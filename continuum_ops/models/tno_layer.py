@@ -15,6 +15,8 @@ from ..nn.quadrature_context import Mesh
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+    from ..distributed import ShardedMesh
+
 Activation = Callable[[Tensor], Tensor]
 _ACTIVATIONS: dict[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
 
@@ -112,7 +114,7 @@ class TNOEncoderLayer(TransformerEncoderLayer):
         is_causal: bool = False,
         *,
         weights: Tensor | Mesh | None = None,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> Tensor:
         """src (B, N, d_model) -> (B, N, d_model); the other arguments as in the parent class."""
 

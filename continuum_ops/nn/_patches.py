@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
 
 
 def per_axis(name: str, value: int | Sequence[int], axes: int | None = None) -> tuple[int, ...]:
@@ -20,6 +24,19 @@ def per_axis(name: str, value: int | Sequence[int], axes: int | None = None) -> 
     if min(numbers) < 1:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
     return numbers
+
+
+def patches_of(mesh: ShardedMesh | None, num_patches: Sequence[int]) -> Sequence[int]:
+    """Patches of this process along each axis: all, or this rank's of a mesh that is spread over ranks."""
+    if mesh is None:
+        return num_patches
+    if mesh.num_patches is None or mesh.all_patches != tuple(num_patches):
+        cut = "single points" if mesh.all_patches is None else f"{mesh.all_patches} patches"
+        raise ValueError(
+            f"mesh must be spread over the ranks in {tuple(num_patches)} patches, those of the model, by "
+            f"distributed.shard(grid, group, num_patches=...); was spread in {cut}"
+        )
+    return mesh.num_patches
 
 
 def patch_size(name: str, shape: Sequence[int], num_patches: Sequence[int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from ..ops._fourier_patch_modes import PatchModes, choose_modes, fold_parseval, from_modes, to_modes
 from ..ops.patch_attention import patch_attention
+
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
 
 # Values that Q, K, V and out_proj are applied to at a time: fresh memory costs more than the arithmetic.
 BLOCK = 2**18
@@ -128,6 +132,7 @@ class FourierPatchAttention(nn.Module):
         weights: Tensor | None = None,
         *,
         patch_size: int | Sequence[int] | None = None,
+        group: ShardedMesh | None = None,
     ) -> Tensor:
         """Attend between the patches of a function on an evenly spaced grid.
 
@@ -136,6 +141,9 @@ class FourierPatchAttention(nn.Module):
             weights: quadrature weights >= 0 of the points, (n_1, .., n_d) or (B, n_1, .., n_d). They enter
                 the inner products only, as in ``patch_attention``. None: equal weights, in mode space.
             patch_size: points of a patch along each axis, dividing the grid. None: that of the constructor.
+            group: a grid that is spread over ranks in boxes of whole patches
+                (``continuum_ops.distributed.shard`` with num_patches); u and weights are then this rank's
+                part. The modes of the keys and values, or with weights their points, go round a ring.
 
         Returns:
             (B, n_1, .., n_d, embed_dim).
@@ -160,7 +168,12 @@ class FourierPatchAttention(nn.Module):
                     f"patch_size[{i}] must divide the grid's {n} points along that axis, got {p}; a grid of "
                     "another resolution takes forward(..., patch_size=) with as many patches as in training"
                 )
-        modes = choose_modes(self._counts(grid, points), points, self.modes)
+        counts = (
+            self._counts(grid, points)
+            if group is None
+            else [n // p for n, p in zip(grid, points, strict=True)]
+        )
+        modes = choose_modes(counts, points, self.modes)
         device = u.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         out_dtype = u.dtype
@@ -168,9 +181,9 @@ class FourierPatchAttention(nn.Module):
             out_dtype = torch.get_autocast_dtype(device)
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         if not autocast:
-            return self._attend(u, modes, weights).to(out_dtype)
+            return self._attend(u, modes, weights, group).to(out_dtype)
         with torch.autocast(device, enabled=False):
-            return self._attend(u, modes, weights).to(out_dtype)
+            return self._attend(u, modes, weights, group).to(out_dtype)
 
     def _counts(self, grid: Sequence[int], points: Sequence[int]) -> Sequence[int]:
         """Patches along each axis."""
@@ -198,18 +211,28 @@ class FourierPatchAttention(nn.Module):
         q, k, v = weight.unbind(0)
         return q, k, v
 
-    def _attend(self, u: Tensor, modes: PatchModes, weights: Tensor | None) -> Tensor:
+    def _attend(
+        self, u: Tensor, modes: PatchModes, weights: Tensor | None, group: ShardedMesh | None
+    ) -> Tensor:
         if weights is not None:
-            return self._attend_weighted(u, modes, weights)
+            return self._attend_weighted(u, modes, weights, group)
         batch = u.shape[0]
         kept, patches = math.prod(modes.rows), math.prod(modes.patches)
         z = to_modes(u, modes)
-        scale = 1.0 / math.prod(u.shape[1:-1]) if self.scale is None else self.scale
+        total = math.prod(u.shape[1:-1]) if group is None else group.total
+        scale = 1.0 / total if self.scale is None else self.scale
         wq, wk, wv = self._weights(modes, u.dtype)
         qkv = (fold_parseval(wq, modes, scale), wk, wv)
         q, k, v = self._heads(z, [w.reshape(kept, self.embed_dim, 2 * self.embed_dim) for w in qkv])
         del z
-        out = v @ (q.mT @ k).softmax(-1).mT
+        if group is None:
+            out = v @ (q.mT @ k).softmax(-1).mT
+        else:  # patches are points whose channels are the modes
+            from ..distributed import continuum_attention
+
+            rows = continuum_attention(q.mT, k.mT, v.mT, group=group.group, scale=1.0)
+            assert isinstance(rows, Tensor)
+            out = rows.mT.contiguous()
         del q, k, v
         out = out.view(batch, self.num_heads, kept, self.head_dim, 2, patches)
         out = self._out_proj(out)
@@ -261,7 +284,9 @@ class FourierPatchAttention(nn.Module):
             product(x[block], out[block])
         return out.view(kept, 2, batch, patches, self.embed_dim)
 
-    def _attend_weighted(self, u: Tensor, modes: PatchModes, weights: Tensor) -> Tensor:
+    def _attend_weighted(
+        self, u: Tensor, modes: PatchModes, weights: Tensor, group: ShardedMesh | None
+    ) -> Tensor:
         pairs = _pairs(to_modes(u, modes))
 
         def in_space(weight: Tensor) -> Tensor:
@@ -270,7 +295,14 @@ class FourierPatchAttention(nn.Module):
             return from_modes(z, modes).unflatten(-1, (self.num_heads, self.head_dim))
 
         q, k, v = (in_space(w) for w in self._weights(modes, u.dtype))
-        out = patch_attention(q, k, v, modes.points, weights, scale=self.scale)
+        if group is None:
+            out = patch_attention(q, k, v, modes.points, weights, scale=self.scale)
+        else:
+            from .. import distributed
+
+            out = distributed.patch_attention(
+                *(q, k, v, modes.points, weights, group.group), scale=self.scale
+            )
         assert isinstance(out, Tensor)
         bias = self.out_proj.bias
         matrix = self.out_proj.weight.to(u.dtype)

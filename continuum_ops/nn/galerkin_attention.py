@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from .quadrature_context import Mesh, as_weights, current_weights
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
+
+    from ..distributed import ShardedMesh
 
 AttentionType = Literal["galerkin", "fourier", "linear", "softmax"]
 # Which projections are normalised per head (GT eq. 5, 6 and table 2).
@@ -148,7 +150,7 @@ class GalerkinAttention(nn.Module):
         key_pos: Tensor | None = None,
         *,
         weights: Tensor | Mesh | None = None,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> Tensor:
         """Attend from N points to M points.
 
@@ -162,9 +164,10 @@ class GalerkinAttention(nn.Module):
                 ``.weights``; used as they are. None: those of an enclosing ``continuum_ops.nn.quadrature``
                 block of length M, else 1 / M ("linear" and "softmax", which see only ratios: equal). A key
                 of weight 0 does not exist.
-            group: the ranks that the points are spread over; all other arguments are then this rank's part,
-                and M is the number of keys of all ranks (``continuum_ops.distributed``). Not for "linear",
-                nor with dropout in training. None: this process has all keys.
+            group: the ranks that the points are spread over, or a ``ShardedMesh`` whose points they are; all
+                other arguments are then this rank's part, and M is the number of keys of all ranks
+                (``continuum_ops.distributed``). Dropout is that of one process in the state of the first
+                rank's generator. None: this process has all keys.
 
         Returns:
             (B, N, embed_dim).
@@ -258,21 +261,30 @@ class GalerkinAttention(nn.Module):
         return q @ F.dropout(operator(unit.expand(*k.shape[:-2], -1, -1), k, v, w), dropout_p)
 
     def _attend_over_ranks(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, group: ProcessGroup | DeviceMesh
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        w: Tensor | None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh,
     ) -> Tensor:
         from .. import distributed
+        from ..distributed._group import first_of
 
-        if self.attention_type == "linear":
-            raise ValueError('attention_type must not be "linear" where group is given, it was')
-        if self.training and self.dropout > 0.0:
-            raise ValueError(f"dropout must be 0 in training where group is given, was {self.dropout}")
+        dropout_p = self.dropout if self.training else 0.0
         if self.attention_type == "softmax":
-            out = distributed.continuum_attention(q, k, v, w, group)
+            out = distributed.continuum_attention(q, k, v, w, group, dropout_p=dropout_p)
             assert isinstance(out, Tensor)
             return out
-        if self.attention_type == "fourier":
-            return distributed.fourier_attention(q, k, v, w, group)
-        return distributed.galerkin_attention(q, k, v, w, group)
+        fourier = self.attention_type == "fourier"
+        operator = distributed.fourier_attention if fourier else distributed.galerkin_attention
+        if self.attention_type == "linear":
+            q, k, w = q.softmax(-1), _softmax_over_points(k, w, group), _live(k, w)
+        if dropout_p == 0.0:
+            return operator(q, k, v, w, group)
+        unit = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+        matrix = operator(unit.expand(*k.shape[:-2], -1, -1), k, v, w, group)
+        return q @ (matrix * first_of(F.dropout(torch.ones_like(matrix), dropout_p), group))
 
     def extra_repr(self) -> str:
         return (
@@ -281,15 +293,27 @@ class GalerkinAttention(nn.Module):
         )
 
 
-def _softmax_over_points(k: Tensor, w: Tensor | None) -> Tensor:
-    """w_k e^{k_kj} / sum_k w_k e^{k_kj} for each channel j, in float32 or wider; dead rows are 0."""
+def _softmax_over_points(k: Tensor, w: Tensor | None, group: Any = None) -> Tensor:
+    """w_k e^{k_kj} / sum_k w_k e^{k_kj} for each channel j, in float32 or wider; dead rows are 0.
+
+    group: the ranks whose keys the sum runs over; None: these.
+    """
     k = k.to(torch.promote_types(k.dtype, torch.float32))
-    if w is None:
+    if w is None and group is None:
         return k.softmax(-2)
-    dead = (w == 0).unsqueeze(-1)
-    logits = torch.where(dead, -math.inf, k + torch.where(w == 0, 1.0, w).log().unsqueeze(-1).to(k.dtype))
-    # Without a live key there is no softmax: made finite, so that its gradient is 0 and not NaN.
-    return logits.masked_fill(dead.all(-2, keepdim=True), 0.0).softmax(-2)
+    logits, dead = k, k.new_zeros((*k.shape[:-1], 1), dtype=torch.bool)
+    if w is not None:
+        dead = (w == 0).unsqueeze(-1)
+        logits = torch.where(dead, -math.inf, k + torch.where(w == 0, 1.0, w).log().unsqueeze(-1).to(k.dtype))
+    if group is None:
+        # Without a live key there is no softmax: made finite, so that its gradient is 0 and not NaN.
+        return logits.masked_fill(dead.all(-2, keepdim=True), 0.0).softmax(-2)
+    from ..distributed._group import all_reduce, largest
+
+    top = largest(F.pad(logits.detach(), (0, 0, 0, 1), value=-math.inf).amax(-2, keepdim=True), group)
+    terms = (logits - top.masked_fill(top == -math.inf, 0.0)).exp()
+    total = all_reduce(terms.sum(-2, keepdim=True), group)
+    return terms / torch.where(total == 0.0, 1.0, total)
 
 
 def _live(k: Tensor, w: Tensor | None) -> Tensor:

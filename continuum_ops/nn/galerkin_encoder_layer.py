@@ -15,6 +15,8 @@ from .quadrature_context import Mesh
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+    from ..distributed import ShardedMesh
+
 LayerNormScheme = Literal["galerkin", "regular", "post"]
 
 
@@ -95,7 +97,7 @@ class GalerkinEncoderLayer(nn.Module):
         pos: Tensor | None = None,
         *,
         weights: Tensor | Mesh | None = None,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> Tensor:
         """src (B, N, d_model), pos (N, coord_dim) or (B, N, coord_dim) -> (B, N, d_model).
 

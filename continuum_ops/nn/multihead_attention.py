@@ -15,6 +15,8 @@ from ._quadrature_blocks import Mesh, as_weights, current_weights
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+    from ..distributed import ShardedMesh
+
 
 class MultiheadAttention(nn.MultiheadAttention):
     r"""``torch.nn.MultiheadAttention`` whose sum over the keys is a quadrature rule.
@@ -55,7 +57,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         *,
         weights: Tensor | Mesh | None = None,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from N queries to M keys.
 
@@ -77,10 +79,12 @@ class MultiheadAttention(nn.MultiheadAttention):
                 ``continuum_ops.nn.quadrature`` block of length M, else ones. Only ratios matter. A key with
                 w_j = 0 does not exist. The keys that ``add_bias_kv`` and ``add_zero_attn`` append get the
                 mean of the nonzero weights each.
-            group: the ranks that the points are spread over; query, key, value and weights are then this
-                rank's part, and the sum runs over the keys of all ranks
-                (:func:`continuum_ops.distributed.continuum_attention`). Without masks, ``need_weights``,
-                ``is_causal``, appended keys and dropout. None: this process has all keys.
+            group: the ranks that the points are spread over, or a ``ShardedMesh`` whose points they are;
+                query, key, value, weights and key_padding_mask are then this rank's part, attn_mask the rows
+                of its queries with a column for each key of all ranks, and the sum runs over the keys of all
+                ranks (:func:`continuum_ops.distributed.continuum_attention`, also for what ``is_causal`` and
+                dropout mean there). Without ``need_weights``, whose N x M numbers no rank has, and without
+                appended keys, which are in no rank's part. None: this process has all keys.
 
         Returns:
             The output, of the shape of ``query``, and the probabilities w_j e^{s_ij} / sum_j w_j e^{s_ij}:
@@ -95,7 +99,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         self._check_inputs(query, key, value)
         if group is not None:
-            self._check_sharded(key_padding_mask, need_weights, attn_mask, is_causal)
+            self._check_sharded(need_weights)
         # Projections run in the layout of the input; only views of their results are rearranged.
         q, k, v = (self._split_heads(x, batched) for x in self._project(query, key, value))
         batch, _, num_queries, _ = q.shape
@@ -104,16 +108,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         w = current_weights(num_keys) if weights is None else as_weights(weights)
         if w is not None:
             w = self._canonical_weights(w, batch, num_keys, q)
+        dropout_p = self.dropout if self.training else 0.0
+        columns = num_keys if group is None or attn_mask is None else attn_mask.shape[-1]
+        mask = _canonical_attn_mask(attn_mask, batch, self.num_heads, num_queries, columns, q.dtype)
+        if is_causal:
+            mask = None
         if group is not None:
             from ..distributed import continuum_attention as over_ranks
 
-            sharded = over_ranks(q, k, v, w, group)
-            assert isinstance(sharded, Tensor)
-            return self.out_proj(self._merge_heads(sharded, batched)), None
-        mask = _canonical_attn_mask(attn_mask, batch, self.num_heads, num_queries, num_keys, q.dtype)
-
-        if is_causal:
-            mask = None
+            if key_padding_mask is not None:
+                padding = _canonical_padding_mask(key_padding_mask, batched, batch, num_keys)
+                w = _fold_padding(w, padding, q.dtype, group)
+            heads = over_ranks(*(q, k, v, w, group), attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal)
+            assert isinstance(heads, Tensor)
+            return self.out_proj(self._merge_heads(heads, batched)), None
         k, v, appended = self._append_keys(k, v)
         if appended:
             if is_causal:
@@ -129,7 +137,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             padding = _canonical_padding_mask(key_padding_mask, batched, batch, num_keys)
             w = _fold_padding(w, F.pad(padding, (0, appended)), q.dtype)
 
-        dropout_p = self.dropout if self.training else 0.0
         heads = continuum_attention(q, k, v, w, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal)
         assert isinstance(heads, Tensor)
         out = self.out_proj(self._merge_heads(heads, batched))
@@ -165,20 +172,14 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"key must have the batch size of query, {query.shape[batch_dim]}, got {key.shape[batch_dim]}"
             )
 
-    def _check_sharded(
-        self, key_padding_mask: Any, need_weights: bool, attn_mask: Any, is_causal: bool
-    ) -> None:
-        for name, given, must in (
-            ("key_padding_mask", key_padding_mask is not None, "None"),
-            ("attn_mask", attn_mask is not None, "None"),
-            ("need_weights", need_weights, "False"),
-            ("is_causal", is_causal, "False"),
-            ("add_bias_kv", self.bias_k is not None, "False"),
-            ("add_zero_attn", self.add_zero_attn, "False"),
-            ("dropout", self.training and self.dropout > 0.0, "0 in training"),
+    def _check_sharded(self, need_weights: bool) -> None:
+        for name, given, why in (
+            ("need_weights", need_weights, "no rank has the N x M probabilities"),
+            ("add_bias_kv", self.bias_k is not None, "an appended key is in no rank's part"),
+            ("add_zero_attn", self.add_zero_attn, "an appended key is in no rank's part"),
         ):
             if given:
-                raise ValueError(f"{name} must be {must} where group is given, it was not")
+                raise ValueError(f"{name} must be False where group is given, was True; {why}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         bias = self.in_proj_bias
@@ -287,16 +288,20 @@ def _append_mean(w: Tensor, count: int) -> Tensor:
     return torch.cat([w, mean.expand(*mean.shape[:-1], count)], dim=-1)
 
 
-def _fold_padding(w: Tensor | None, padding: Tensor, dtype: torch.dtype) -> Tensor:
+def _fold_padding(w: Tensor | None, padding: Tensor, dtype: torch.dtype, group: Any = None) -> Tensor:
     """A key padding mask is a factor of the weights: e^{s + m} = e^m e^s. Costs no N x M mask."""
     padding = padding.unsqueeze(1)
     if padding.dtype == torch.bool:
         factor = (~padding).to(_accumulation_dtype(dtype))
         return factor if w is None else torch.where(padding, 0.0, w)
     padding = padding.to(_accumulation_dtype(dtype))
-    if padding.shape[-1] > 0:
+    if padding.shape[-1] > 0 or group is not None:
         # A common factor of a row's weights cancels: shifting by the maximum keeps the exponential in range.
-        top = padding.detach().amax(-1, keepdim=True)
+        top = F.pad(padding.detach(), (0, 1), value=-math.inf).amax(-1, keepdim=True)
+        if group is not None:
+            from ..distributed._group import largest
+
+            top = largest(top, group)
         padding = padding - top.masked_fill(top == -math.inf, 0.0)
     factor = padding.exp()
     return factor if w is None else w * factor

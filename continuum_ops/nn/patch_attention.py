@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.patch_attention import patch_attention
-from ._patches import patch_size, per_axis
+from ._patches import patch_size, patches_of, per_axis
 from .quadrature_context import Mesh, as_weights, current_weights
+
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
 
 
 class PatchAttention(nn.Module):
@@ -72,7 +76,12 @@ class PatchAttention(nn.Module):
                 nn.init.zeros_(projection.bias)
 
     def forward(
-        self, query: Tensor, key: Tensor | None = None, *, weights: Tensor | Mesh | None = None
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        weights: Tensor | Mesh | None = None,
+        group: ShardedMesh | None = None,
     ) -> Tensor:
         """Attend from the patches of one function to those of another, or of the same.
 
@@ -83,6 +92,10 @@ class PatchAttention(nn.Module):
             weights: quadrature weights >= 0 of the query's grid, of its shape or (N,) in row-major order, or
                 a mesh with ``.weights``; used as they are, in the integrals only. None: those of an enclosing
                 ``continuum_ops.nn.quadrature`` block of length N, else 1 / N, a domain of volume 1.
+            group: the query's grid, spread over ranks in boxes of these patches
+                (``continuum_ops.distributed.shard`` with num_patches); query, key and weights are then this
+                rank's part, N the points of all ranks, and the patches of keys go round a ring
+                (:func:`continuum_ops.distributed.patch_attention`). None: this process has all patches.
 
         Returns:
             (B, n_1, .., n_d, embed_dim).
@@ -99,17 +112,14 @@ class PatchAttention(nn.Module):
                     f"{name} must have shape (B, {axes}, {self.embed_dim}), got {tuple(x.shape)}"
                 )
         shape = query.shape[1:-1]
-        size = patch_size("query", shape, self.num_patches)
+        size = patch_size("query", shape, patches_of(group, self.num_patches))
         given = current_weights(shape.numel()) if weights is None else as_weights(weights)
         w = None if given is None else grid_weights(given, shape)
         q, k, v = (
             projection(x).unflatten(-1, (self.num_heads, self.head_dim))
             for projection, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, key))
         )
-        if w is None and self.scale != 1.0:
-            w = equal_weights(query)
-        out = patch_attention(q, k, v, size, w, scale=None if w is None else self.scale)
-        assert isinstance(out, Tensor)
+        out = attend_patches(q, k, v, size, w, self.scale, group)
         return self.out_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:
@@ -119,13 +129,38 @@ class PatchAttention(nn.Module):
         )
 
 
-def equal_weights(v: Tensor) -> Tensor:
-    """1 / N at the N points of v (B, *grid, C), for a factor other than 1 that the mean is multiplied with.
+def attend_patches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Sequence[int],
+    w: Tensor | None,
+    factor: float,
+    group: ShardedMesh | None,
+) -> Tensor:
+    """Patch attention of (B, *grid, H, head_dim), the integrals in its scores, or means, times `factor`."""
+    if group is not None:
+        from .. import distributed
+
+        # The mean is over the points of all ranks.
+        q = factor * q if w is None and factor != 1.0 else q
+        scale = None if w is None else factor
+        out = distributed.patch_attention(q, k, v, size, w, group.group, scale=scale)
+    else:
+        if w is None and factor != 1.0:
+            w = equal_weights(q)
+        out = patch_attention(q, k, v, size, w, scale=None if w is None else factor)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def equal_weights(q: Tensor) -> Tensor:
+    """1 / N at the N points of q (B, *grid, H, C), for a factor other than 1 that means are multiplied with.
 
     A scale of factor / N would be a constant of a compiled graph, which serves one N only.
     """
-    shape = v.shape[1:-1]
-    return v.new_ones(shape, dtype=torch.promote_types(v.dtype, torch.float32)) / max(1, shape.numel())
+    shape = q.shape[1:-2]
+    return q.new_ones(shape, dtype=torch.promote_types(q.dtype, torch.float32)) / max(1, shape.numel())
 
 
 def grid_weights(w: Tensor, shape: torch.Size) -> Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ._patches import crop, extend_evenly, from_patches, per_axis, to_patches
+from ._patches import crop, extend_evenly, from_patches, patches_of, per_axis, to_patches
 from .spectral_conv import SpectralConv
+
+if TYPE_CHECKING:
+    from ..distributed import ShardedMesh
 
 
 class PatchSpectralConv(SpectralConv):
@@ -52,11 +56,12 @@ class PatchSpectralConv(SpectralConv):
         self.num_patches = patches
         self.periodic_extension = periodic_extension
 
-    def forward(self, u: Tensor) -> Tensor:
+    def forward(self, u: Tensor, *, group: ShardedMesh | None = None) -> Tensor:
         """Convolve each patch of a function on an evenly spaced grid.
 
         Args:
             u: (B, n_1, .., n_d, in_channels), channels last, n_i a multiple of num_patches[i].
+            group: as of :class:`PatchAttention`; u is then this rank's part, and nothing is sent.
 
         Returns:
             (B, n_1, .., n_d, out_channels).
@@ -71,12 +76,13 @@ class PatchSpectralConv(SpectralConv):
                 f"u must have shape (B, {', '.join(f'n_{i + 1}' for i in range(d))}, {self.in_channels}), "
                 f"got {tuple(u.shape)}"
             )
-        patches = to_patches(u, self.num_patches)
+        counts = patches_of(group, self.num_patches)
+        patches = to_patches(u, counts)
         if not self.periodic_extension:
-            return from_patches(super().forward(patches), self.num_patches)
+            return from_patches(super().forward(patches), counts)
         shape = patches.shape[1:-1]
         out = super().forward(extend_evenly(patches))
-        return from_patches(crop(out, shape), self.num_patches)
+        return from_patches(crop(out, shape), counts)
 
     def extra_repr(self) -> str:
         return (

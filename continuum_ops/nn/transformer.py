@@ -15,6 +15,8 @@ from .quadrature_context import Mesh
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+    from ..distributed import ShardedMesh
+
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``torch.nn.TransformerEncoderLayer`` whose self-attention is ``continuum_ops.nn.MultiheadAttention``.
@@ -69,7 +71,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
         *,
         weights: Tensor | Mesh | None = None,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> Tensor:
         """Pass ``src`` through the layer.
 
@@ -101,7 +103,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         key_padding_mask: Tensor | None,
         is_causal: bool = False,
         weights: Tensor | Mesh | None = None,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> Tensor:
         out, _ = self.self_attn(
             x,
@@ -154,7 +156,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
         *,
         weights: Tensor | Mesh | None = None,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | ShardedMesh | None = None,
     ) -> Tensor:
         """Pass ``src`` through the layers in turn; arguments as in :meth:`TransformerEncoderLayer.forward`.
 

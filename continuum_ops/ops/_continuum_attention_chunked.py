@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._philox import dropout_keep
+from ._philox import dropout_keep, dropout_keep_at
 
 # Scores held at a time, over all leading dimensions: 2^22 float32 numbers are 16 MB.
 CHUNK_SCORES = 2**22
@@ -180,7 +180,11 @@ def _dropout(x: Inputs, start: int) -> Tensor | None:
     if x.seed is None:
         return None
     leads, rows, keys = tuple(x.query.shape[:-2]), x.query.shape[-2], x.key.shape[-2]
-    keep = dropout_keep(x.seed, x.dropout_p, leads, start, rows, keys)
+    if x.seed.numel() == 1:
+        keep = dropout_keep(x.seed, x.dropout_p, leads, start, rows, keys)
+    else:  # of a part of the queries and keys: the seed, and their places in the whole
+        row, key = x.seed[1 + start : 1 + start + rows], x.seed[-keys:]
+        keep = dropout_keep_at(x.seed[:1], x.dropout_p, leads, row, key)
     return keep.to(x.query.dtype) * (1.0 / (1.0 - x.dropout_p) if x.dropout_p < 1.0 else 0.0)
 
 

@@ -11,9 +11,11 @@ from ._continuum_attention_autograd import _backward, _forward
 from ._library import LIBRARY
 
 
-def _serves(query: Tensor, value: Tensor) -> bool:
+def _serves(query: Tensor, value: Tensor, seed: Tensor | None) -> bool:
     if not triton_kernels()[0]:
         warn_without_triton()
+        return False
+    if seed is not None and seed.numel() > 1:  # the kernels drop by the places 0, 1, 2, ...
         return False
     from ..kernels import continuum_attention as kernel
 
@@ -21,7 +23,7 @@ def _serves(query: Tensor, value: Tensor) -> bool:
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if not _serves(args[0], args[2]):
+    if not _serves(args[0], args[2], args[9]):
         return _forward(*args)
     from ..kernels import continuum_attention as kernel
 
@@ -29,7 +31,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(*args: Any) -> tuple[Tensor, ...]:
-    if not _serves(args[2], args[4]):
+    if not _serves(args[2], args[4], args[11]):
         return _backward(*args)
     from ..kernels import continuum_attention as kernel
 

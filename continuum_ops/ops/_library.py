@@ -16,7 +16,8 @@ LIBRARY = Library("continuum_ops", "FRAGMENT")
 # and value have equal leading dimensions (expanded). Positions (*L, 1, N, d), rate (*L, H), radius (*L, 1, N)
 # and, of the chunked operator, attn_mask keep their own sizes, 1 or full in every leading dimension: their
 # gradients have those sizes, and shared geometry is evaluated once. Weights, positions, rate and radius have
-# the accumulation dtype; the chunked operator takes positions and radius in float64 too.
+# the accumulation dtype; the chunked operator takes positions and radius in float64 too. seed: int64 (1,), or
+# of a part of the queries and keys (1 + N + M,): the seed, and the places in the whole that scores drop by.
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? weights, Tensor? attn_mask, Tensor? query_pos, "
     "Tensor? key_pos, Tensor? rate, Tensor? radius, Tensor? seed, float[]? period, "

@@ -39,14 +39,29 @@ def dropout_keep(
     Key k of query i in the flattened (C order) leading index b reads word k & 3 of counter (k >> 2, i, b
     mod 2^32, b >> 32) after 7 rounds, and is dropped if that word is below floor(dropout_p 2^32).
     """
+    device = seed.device
+    row = torch.arange(start, start + rows, device=device)
+    quad = torch.arange((keys + 3) // 4, device=device)
+    word = _words(seed, leads, row, quad)[..., :keys]
+    return (word >= int(dropout_p * 2.0**32)).reshape(*leads, rows, keys)
+
+
+def dropout_keep_at(
+    seed: Tensor, dropout_p: float, leads: tuple[int, ...], row: Tensor, key: Tensor
+) -> Tensor:
+    """As `dropout_keep`, for queries and keys that are a part of others, of which these are the places."""
+    quad, at = torch.unique(key >> 2, return_inverse=True)
+    word = _words(seed, leads, row, quad).index_select(-1, 4 * at + (key & 3))
+    return (word >= int(dropout_p * 2.0**32)).reshape(*leads, row.numel(), key.numel())
+
+
+def _words(seed: Tensor, leads: tuple[int, ...], row: Tensor, quad: Tensor) -> Tensor:
+    """(product of leads, rows, 4 quads), the words of the counters one after the other."""
     count = 1
     for size in leads:
         count *= size
-    device = seed.device
-    lead = torch.arange(count, device=device)[:, None, None]
-    row = torch.arange(start, start + rows, device=device)[None, :, None]
-    quad = torch.arange((keys + 3) // 4, device=device)[None, None, :]
+    lead = torch.arange(count, device=seed.device)[:, None, None]
+    counter = [quad[None, None, :], row[None, :, None], lead & _LOW, lead >> 32]
     seed = seed.reshape(())
-    words = philox4x32([quad, row, lead & _LOW, lead >> 32], [seed & _LOW, (seed >> 32) & _LOW], rounds=7)
-    word = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :keys]
-    return (word >= int(dropout_p * 2.0**32)).reshape(*leads, rows, keys)
+    words = philox4x32(counter, [seed & _LOW, (seed >> 32) & _LOW], rounds=7)
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
