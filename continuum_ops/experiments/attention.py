@@ -58,7 +58,7 @@ def attention_of(
         ValueError: a point that has not d coordinates.
     """
     mesh = samples.mesh
-    box = mesh.points
+    box = _points(mesh)
     if point is None:
         place = (box.amin(0) + box.amax(0)) / 2
     else:
@@ -67,8 +67,9 @@ def attention_of(
             raise ValueError(f"point must have {mesh.ndim} coordinates, was {list(point)}")
     calls: list[tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
     handles = []
+    kinds: tuple[type[nn.Module], ...] = tuple(_ROWS)
     for name, module in operator.model.named_modules():
-        if isinstance(module, tuple(_ROWS)):
+        if isinstance(module, kinds):
 
             def keep(
                 layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name
@@ -101,13 +102,13 @@ def _multihead(
     value: Tensor,
     **options: Any,
 ) -> Row:
-    i = _nearest(mesh.points, place)
+    y = _points(mesh)
+    i = _nearest(y, place)
     options = {**options, "need_weights": True, "average_attn_weights": False}
     with torch.no_grad():
         _, found = layer(query[:, i : i + 1], key, value, **options)
     assert found is not None
-    w = options.get("weights")
-    return mesh.points[i], mesh.points, _density(found[0, :, 0], w)
+    return y[i], y, _density(found[0, :, 0], options.get("weights"))
 
 
 def _position(
@@ -173,7 +174,7 @@ def _linear(
 ) -> Row:
     key, key_pos = query if key is None else key, query_pos if key_pos is None else key_pos
     # A model on a coarser grid gives its points, with or without coordinates in its heads.
-    y = mesh.points if key_pos is None else key_pos if key_pos.dim() == 2 else key_pos[0]
+    y = _points(mesh if key_pos is None else key_pos)
     i = _nearest(y, place)
     at = None if query_pos is None else query_pos[..., i : i + 1, :]
     with torch.no_grad():
@@ -221,7 +222,8 @@ def _patch(
 
     def attend(v: Tensor) -> Tensor:
         out = patch_attention(query, k, v, list(sizes), shared, scale=scale)
-        return out[(slice(None), *(slice(0, 1) for _ in sizes))]  # type: ignore[index]
+        assert isinstance(out, Tensor)
+        return out[(slice(None), *(slice(0, 1) for _ in sizes))]
 
     found = _row(attend, (1, *grid, layer.num_heads, 1), q.dtype)[0, ..., 0]
     found = found[tuple(slice(None, None, s) for s in sizes)]
@@ -265,13 +267,18 @@ def _quotient(a: Tensor, w: Tensor) -> Tensor:
 
 
 def _weights(weights: Any, mesh: Mesh | Tensor) -> Tensor | None:
-    if isinstance(weights, Tensor):
-        return weights
-    return mesh.weights if weights == "mesh" and isinstance(mesh, Mesh) else None
+    """(M,), of the first sample where each has its own mesh; None: equal."""
+    if not isinstance(weights, Tensor):
+        if weights != "mesh" or not isinstance(mesh, Mesh):
+            return None
+        weights = mesh.weights
+    return weights[0] if weights.dim() == 2 else weights
 
 
 def _points(mesh: Mesh | Tensor) -> Tensor:
-    return mesh.points if isinstance(mesh, Mesh) else mesh
+    """(M, d), likewise."""
+    points = mesh.points if isinstance(mesh, Mesh) else mesh
+    return points[0] if points.dim() == 3 else points
 
 
 def _nearest(points: Tensor, place: Tensor) -> int:

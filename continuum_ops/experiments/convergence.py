@@ -81,7 +81,7 @@ def convergence(out: str | Path, *, small: bool = False, seed: int = 0, plot: bo
     require("the convergence report", "tqdm", "scipy", *(("matplotlib",) if plot else ()))
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    result = {"seed": seed, "small": small, "rows": measure(small, seed)}
+    result: dict[str, Any] = {"seed": seed, "small": small, "rows": measure(small, seed)}
     text = as_text(result)
     files = [write_json(folder / "convergence.json", result)]
     with atomic_write(folder / "convergence.txt") as file:
@@ -403,7 +403,8 @@ class _Patches(Operator):
         value = np.repeat(np.eye(PATCHES), n, 0)[None, :, None].repeat(HEADS, 2)
         w = None if weights is None else _tensor(np.tile(weights / PATCHES, PATCHES))
         out = patch_attention(query, key, _tensor(value), n, w)  # type: ignore[arg-type]
-        return out[0, ::n].numpy().transpose(1, 0, 2)  # type: ignore[union-attr]
+        assert isinstance(out, torch.Tensor)
+        return out[0, ::n].numpy().transpose(1, 0, 2)
 
     def exact(self, d: int, density: bool) -> Array:
         q, k, _ = _features()
