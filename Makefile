@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
-#   make demo | test | test-models | lint | packaging | docs | asan | cuda | bench | clean
+#   make demo | test | test-models | kill-test | lint | packaging | docs | asan | cuda | bench | clean
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
 #   PYTHON=python3.12       the interpreter that .venv is made of
 #   WORKERS=4               processes that run the tests, one thread each
@@ -15,7 +15,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-models lint packaging docs asan cuda bench clean FORCE
+.PHONY: demo test test-models kill-test lint packaging docs asan cuda bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/continuum-ops demo
@@ -26,7 +26,11 @@ test: $(STAMP)
 # TORCH again, so that no package brings another torch along.
 test-models: $(STAMP)
 	$(PIP) $(foreach word,$(TORCH),'$(word)') -r tests/requirements-models.txt
-	$(PYTEST) -m models tests/test_real_models.py
+	$(PYTEST) -m models tests/test_real_models.py tests/test_trainers.py
+
+# A training and a generation of samples, each killed 20 times at random, end with the bits of undisturbed ones.
+kill-test: $(STAMP)
+	CONTINUUM_OPS_KILLS=20 $(PYTEST) -s tests/test_resume.py -k random_moments
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ def reported() -> Iterator[None]:
     except (ConfigError, CheckpointError) as error:
         raise UsageProblem(str(error)) from error
     except ImportError as error:
-        if "continuum_ops[train]" not in str(error):
+        if 'pip install "continuum_ops[' not in str(error):
             raise
         raise UsageProblem(str(error)) from error
     except RuntimeError as error:
@@ -106,10 +107,17 @@ _workers = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory of the run.  [default: runs/NAME]",
 )
+@click.option("--tensorboard", is_flag=True, help="Also write events for TensorBoard.")
 @_data
 @_workers
 def train(
-    config: str, small: bool, changes: tuple[str, ...], out: Path | None, data: Path, workers: int
+    config: str,
+    small: bool,
+    changes: tuple[str, ...],
+    out: Path | None,
+    tensorboard: bool,
+    data: Path,
+    workers: int,
 ) -> None:
     """Train the experiment of a TOML file, or one of the papers' by its name.
 
@@ -120,7 +128,7 @@ def train(
 
         found = _load(config, small, changes)
         folder = Path("runs") / found.name if out is None else out
-        done = run(found, folder, data=data, workers=workers, say=click.echo)
+        done = run(found, folder, data=data, workers=workers, tensorboard=tensorboard, say=click.echo)
         last = done.log[-1]
         click.echo(f"{folder}: {last['step']} steps, validation error {100 * last['validation']:.2f} %")
         click.echo(f"continuum-ops evaluate {folder} tests it on every mesh")
@@ -133,16 +141,35 @@ def train(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Directory of the files.  [default: RUN]"
 )
 @click.option("--no-plots", is_flag=True, help="The table alone, as text and JSON.")
+@click.option(
+    "--point",
+    metavar="X[,Y]",
+    help="Where the attention is drawn from.  [default: the middle of the domain]",
+)
 @_data
 @_workers
 def evaluate(
-    run: Path, checkpoint: Path | None, out: Path | None, no_plots: bool, data: Path, workers: int
+    run: Path,
+    checkpoint: Path | None,
+    out: Path | None,
+    no_plots: bool,
+    point: str | None,
+    data: Path,
+    workers: int,
 ) -> None:
     """Test a trained RUN on every mesh: a table, plots and one page of HTML."""
     with reported():
         from .experiments import evaluate as test
 
-        done = test(run, data=data, checkpoint=checkpoint, out=out, workers=workers, plots=not no_plots)
+        done = test(
+            run,
+            data=data,
+            checkpoint=checkpoint,
+            out=out,
+            workers=workers,
+            plots=not no_plots,
+            point=_coordinates(point),
+        )
         click.echo(done.text)
         for path in done.files:
             click.echo(f"wrote {path}")
@@ -171,6 +198,31 @@ def generate(name: str, small: bool, changes: tuple[str, ...], data: Path, worke
 
 
 @commands.command()
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="convergence",
+    show_default=True,
+    help="Directory of the table and the plot.",
+)
+@click.option("--small", is_flag=True, help="Coarser meshes, in seconds.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of random points.")
+@click.option("--no-plots", is_flag=True, help="The table alone, as text and JSON.")
+def convergence(out: Path, small: bool, seed: int, no_plots: bool) -> None:
+    """Refine the mesh: the error of each operator and quadrature rule, and its order.
+
+    The theorems in numbers: CA 6 and 12 of attention on functions, PiT 2.1 of position attention.
+    """
+    with reported():
+        from .experiments import convergence as report
+
+        done = report(out, small=small, seed=seed, plot=not no_plots)
+        click.echo(done.text)
+        for path in done.files:
+            click.echo(f"wrote {path}")
+
+
+@commands.command()
 def experiments() -> None:
     """The names that train and generate know."""
     from .experiments import EXPERIMENTS, load
@@ -180,6 +232,18 @@ def experiments() -> None:
         click.echo(
             f"{name:<24} {config.model.preset} on {config.data.source}, {config.training.steps:,} steps"
         )
+
+
+def _coordinates(point: str | None) -> list[float] | None:
+    if point is None:
+        return None
+    try:
+        found = [float(x) for x in point.split(",")]
+    except ValueError:
+        found = [math.nan]
+    if not all(map(math.isfinite, found)):
+        raise UsageProblem(f"--point must be numbers with commas between them, was {point!r}")
+    return found
 
 
 def _load(name: str, small: bool, changes: tuple[str, ...]) -> Config:
@@ -202,10 +266,10 @@ def _load(name: str, small: bool, changes: tuple[str, ...]) -> Config:
 
 @commands.command()
 def info() -> None:
-    """Versions, backends and machine."""
-    from .demo.machine import machine
+    """Versions, backends, machine and the packages of the extras."""
+    from .demo.machine import machine, packages
 
     found = machine()
     loaded = {f"{device} backend": kind for device, kind in found.pop("backends").items()}
-    for name, value in {**found, **loaded}.items():
+    for name, value in {**found, **loaded, **packages()}.items():
         click.echo(f"{name:<14} {value}")

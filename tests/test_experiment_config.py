@@ -337,6 +337,48 @@ def test_checkpoints_of_something_else(tmp_path: Path, capsys: pytest.CaptureFix
         train(tiny("tno-cde"), run)
 
 
+def test_a_run_that_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2 and one line each, without a traceback."""
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "train", str(file))[0] == 0
+    run = Path("runs/tno-cde-small")
+
+    def refused(*args: str) -> str:
+        code, _, err = call(capsys, *args)
+        line = err.splitlines()[-1]
+        assert code == 2 and line.startswith("Error: ") and "Traceback" not in err, err
+        return line
+
+    assert refused("evaluate", str(run), "--checkpoint", "other.pt") == "Error: other.pt: no such file"
+    for point, message in (
+        ("0.1,0.2", "point must have 1 coordinates, was 0.1, 0.2"),
+        ("middle", "--point must be numbers with commas between them, was 'middle'"),
+        ("nan", "--point must be numbers with commas between them, was 'nan'"),
+    ):
+        assert message in refused("evaluate", str(run), "--point", point)
+    assert "is a file" in refused("train", str(file), "--out", str(file))
+    assert "is a file" in refused("generate", str(file), "--data", str(file))
+    (samples,) = Path("data").rglob("validation*.pt")
+    for path, command in (
+        (samples, ("generate", str(file))),
+        (run / "checkpoint.pt", ("evaluate", str(run))),
+        (run / "checkpoint.pt", ("train", str(file))),
+        (run / "config.json", ("evaluate", str(run))),
+        (run / "config.json", ("train", str(file))),
+    ):
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        assert f"{path} " in refused(*command)
+        path.write_bytes(content)
+    config = json.loads((run / "config.json").read_text())
+    config["training"]["bach_size"] = 3
+    (run / "config.json").write_text(json.dumps(config))
+    for command in (("evaluate", str(run)), ("train", str(file))):
+        assert "'bach_size' in [training]; did you mean 'batch_size'?" in refused(*command)
+
+
 def test_a_training_that_diverges(capsys: pytest.CaptureFixture[str], tmp_path: Path, file: Path) -> None:
     args = ["train", str(file), "--out", str(tmp_path / "x"), "--data", str(tmp_path / "data")]
     wild = ["optimizer.learning_rate=1e30", "optimizer.clip=0", "schedule.name=constant"]

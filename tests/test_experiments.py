@@ -6,6 +6,8 @@ import json
 import math
 import multiprocessing
 import re
+import sys
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -102,18 +104,20 @@ def test_plots_and_a_page_that_needs_no_network(tmp_path: Path, data: Path) -> N
         "evaluation.txt",
         "resolution.png",
         "samples.png",
+        "radii.png",
+        "attention.png",
         "training.png",
         "report.html",
     ]
     assert [p.name for p in found.files] == names
     assert sorted(p.name for p in (tmp_path / "report").iterdir()) == sorted(names)
-    for name in names[2:5]:
+    for name in names[2:-1]:
         content = (tmp_path / "report" / name).read_bytes()
         assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
     page = (tmp_path / "report" / "report.html").read_text()
     addresses = _Addresses()
     addresses.feed(page)
-    assert len(addresses.found) == 3
+    assert len(addresses.found) == 5
     assert all(address.startswith("data:image/png;base64,") for address in addresses.found)
     assert "<script" not in page and "@import" not in page and "url(" not in page
     for row in found.result["rows"]:
@@ -123,6 +127,31 @@ def test_plots_and_a_page_that_needs_no_network(tmp_path: Path, data: Path) -> N
     opened = open_run(tmp_path / "run")
     rate = opened.operator.model.encoder.rate.tolist()
     np.testing.assert_allclose(radii["encoder"], [r**-0.5 for r in rate], rtol=1e-6)
+
+
+def test_a_roll_out_in_the_report(tmp_path: Path, data: Path) -> None:
+    """Burgers' equation on from its first prediction; the first row is the table's."""
+    config = tiny("galerkin-burgers", data={"rollout": 2})
+    run = train(config, tmp_path, data=data)
+    found = evaluate(tmp_path, data=data)
+    rows = found.result["rollout"]
+    assert [row["time"] for row in rows] == [1, 2, 3]
+    for key in ("median", "mean", "worst"):
+        assert rows[0][key] == pytest.approx(found.result["rows"][0][key], rel=1e-5)
+    drawn = generate(config.data, "test", data)
+    samples = config.data.read(drawn, "test", config.data.cases()[0])
+    second = predict(
+        run.operator, samples._replace(input=predict(run.operator, samples, "mesh", 4)), "mesh", 4
+    )
+    u, v = (x.double().numpy()[..., 0] for x in (second, drawn["later"][:, 0]))
+    errors = np.linalg.norm(u - v, axis=1) / np.linalg.norm(v, axis=1)
+    assert rows[1]["mean"] == pytest.approx(errors.mean(), rel=1e-5)
+    assert rows[1]["worst"] == pytest.approx(errors.max(), rel=1e-5)
+    assert "Roll-out, from its own predictions:" in found.text
+    assert "rollout.png" in [p.name for p in found.files]
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>roll-out, from its own predictions</h2>" in page and "<h2>error of the roll-out</h2>" in page
+    assert f"{100 * rows[1]['median']:.2f} %" in page
 
 
 def test_the_table_against_numpy(tmp_path: Path, data: Path) -> None:
@@ -280,6 +309,74 @@ def test_ten_lines_of_python(tmp_path: Path, data: Path) -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["prediction"].shape == names["samples"].target.shape
+
+
+def test_a_compiled_training(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model goes through torch.compile, and its checkpoint is that of any model."""
+    compiled: list[nn.Module] = []
+    # The graph is traced and run as it is; what Inductor makes of it is test_models_compile.py's matter.
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda self: (
+            compiled.append(self),
+            setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend="eager")),
+        ),
+    )
+    # Its geometry stays outside of the graph.
+    run = train(tiny("pit-darcy", training={"compile": True}), tmp_path / "run", data=data)
+    plain = train(tiny("pit-darcy"), tmp_path / "plain", data=data)
+    assert compiled == [run.operator.model]
+    losses = [[entry["loss"] for entry in r.log] for r in (run, plain)]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+    states = [r.operator.state_dict() for r in (open_run(tmp_path / "run"), plain)]
+    assert states[0].keys() == states[1].keys()
+    torch._dynamo.reset()
+
+
+class _Events:
+    """What TensorBoard's writer is asked to write."""
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, [], False
+        WRITERS.append(self)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+WRITERS: list[_Events] = []
+
+
+def test_a_log_for_tensorboard(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of the lines of JSON; the real writer is in test_trainers.py."""
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = _Events
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    WRITERS.clear()
+    run = train(tiny("tno-cde"), tmp_path, data=data, tensorboard=True)
+    train(tiny("tno-cde"), tmp_path, data=data, tensorboard=True)
+    first, again = WRITERS
+    assert first.folder == str(tmp_path / "tensorboard") and (first.purge_step, again.purge_step) == (1, 21)
+    assert first.closed and again.closed and again.scalars == []
+    expected = [
+        (name, entry[name], entry["step"])
+        for entry in run.log
+        for name in ("loss", "learning_rate", "validation")
+        if name in entry
+    ]
+    assert first.scalars == expected and len(expected) == 2 * 20 + 2
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r'needs tensorboard: pip install "continuum_ops\[tensorboard\]"'):
+        train(tiny("tno-cde"), tmp_path / "other", data=data, tensorboard=True)
+    assert not (tmp_path / "other").exists()
 
 
 def test_mixed_precision_and_devices(tmp_path: Path, data: Path) -> None:

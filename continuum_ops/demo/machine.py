@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import platform
 from types import TracebackType
@@ -13,6 +14,8 @@ import torch
 
 from .. import __version__
 from ..backends import backends
+
+EXTRAS = ("scipy", "tqdm", "matplotlib", "jinja2", "scikit-fem", "h5py", "tensorboard")
 
 
 def machine() -> dict[str, Any]:
@@ -27,6 +30,17 @@ def machine() -> dict[str, Any]:
         "continuum_ops": __version__,
         "backends": backends(),
     }
+
+
+def packages() -> dict[str, str]:
+    """Versions of the packages of the extras, or that one is not installed."""
+    found = {}
+    for name in EXTRAS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def _cpu_model() -> str:

@@ -12,11 +12,13 @@
     prediction = experiments.predict(run.operator, samples, "mesh", batch_size=10)
 """
 
+from .attention import LayerAttention, attention_of
 from .config import Config, ConfigError, config_from
+from .convergence import convergence
 from .evaluation import Evaluation, evaluate
 from .presets import EXPERIMENTS, experiment_names, load
-from .running import Run, open_run, predict, read_log, train
-from .sources import SOURCES, Case, Samples, Source
+from .running import Run, open_run, predict, read_log, roll_out, train
+from .sources import SOURCES, Case, Frames, Samples, Source
 from .store import SPLITS, generate
 
 __all__ = [
@@ -27,10 +29,14 @@ __all__ = [
     "Config",
     "ConfigError",
     "Evaluation",
+    "Frames",
+    "LayerAttention",
     "Run",
     "Samples",
     "Source",
+    "attention_of",
     "config_from",
+    "convergence",
     "evaluate",
     "experiment_names",
     "generate",
@@ -38,5 +44,6 @@ __all__ = [
     "open_run",
     "predict",
     "read_log",
+    "roll_out",
     "train",
 ]

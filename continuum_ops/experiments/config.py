@@ -98,7 +98,7 @@ class TrainingConfig:
     """Steps of the optimiser; every so many of them a validation, a checkpoint, a line of the log.
 
     threads: of the CPU, 0: as torch has them; another number may change the last bits.
-    autocast: the dtype of ``torch.autocast``.
+    autocast: the dtype of ``torch.autocast``. compile: with ``torch.compile``, which rounds in its own way.
     """
 
     steps: int
@@ -111,6 +111,7 @@ class TrainingConfig:
     device: str = "cpu"
     threads: int = 0
     autocast: Literal["none", "bfloat16"] = "none"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "seed", "threads")

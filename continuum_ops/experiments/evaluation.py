@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from torch import Tensor
 from ..training import atomic_write, write_json
 from ..training.progress import progress_bar, require
 from ..training.table import aligned
-from .config import Config
+from .attention import LayerAttention, attention_of
+from .config import Config, ConfigError
 from .operator import METRICS, Operator
-from .running import Run, open_run, predict
-from .sources import Case, Samples
+from .running import Run, open_run, predict, roll_out, select
+from .sources import Case, Frames, Samples
 from .store import generate
 
 
@@ -45,12 +47,14 @@ def evaluate(
     out: str | Path | None = None,
     workers: int = 1,
     plots: bool = True,
+    point: Sequence[float] | None = None,
 ) -> Evaluation:
     """Test a trained run on every mesh of its experiment, without training.
 
     Errors are those of the loss's metric with the quadrature weights of each mesh. A model that takes weights
     and was trained with those of its mesh is also tested with equal ones. "training mean" is the error of the
-    mean of the training targets, interpolated.
+    mean of the training targets, interpolated. Where the operator is a step in time, it is also applied to
+    its own predictions ("roll-out").
 
     Writes evaluation.json, evaluation.txt and, with ``plots``, PNG files and report.html.
 
@@ -61,9 +65,10 @@ def evaluate(
         out: folder of the files; None: that of the run.
         workers: processes that draw samples.
         plots: needs matplotlib and jinja2.
+        point: coordinates from which the attention is drawn; None: the middle of the domain.
 
     Raises:
-        ConfigError: no run in this folder.
+        ConfigError: no run in this folder, a point of another dimension.
         CheckpointError: a checkpoint of another model, or a file that is none.
         ImportError: a package of ``continuum_ops[train]`` is missing.
     """
@@ -71,14 +76,17 @@ def evaluate(
     opened = open_run(run, checkpoint)
     config, operator = opened.config, opened.operator
     folder = opened.folder if out is None else Path(out)
+    _check_point(config, point)
     drawn = generate(config.data, "test", data, workers)
-    rows, pictures = _measure(config, operator, drawn)
+    measured = _measure(config, operator, drawn)
+    rollout = _follow(config, operator, config.data.frames(drawn))
     result = {
         "name": config.name,
         "config": config.to_dict(),
         "parameters": sum(p.numel() for p in operator.model.parameters()),
         "training": opened.log[-1] if opened.log else None,
-        "rows": rows,
+        "rows": measured.rows,
+        "rollout": rollout.rows,
         "radii": radii(operator),
     }
     text = as_text(result)
@@ -88,7 +96,8 @@ def evaluate(
         file.write(text.encode())
     files.append(folder / "evaluation.txt")
     if plots:
-        files += _draw(folder, opened, result, pictures)
+        seen = attention_of(operator, measured.sample, point, config.model.weights)
+        files += _draw(folder, opened, result, [*measured.pictures, *rollout.pictures], seen)
     return Evaluation(result, text, files)
 
 
@@ -120,17 +129,66 @@ def as_text(result: dict[str, Any]) -> str:
         "",
     ]
     tail = []
+    if result["rollout"]:
+        tail += ["", "Roll-out, from its own predictions:", *_rollout_table(result["rollout"])]
     if result["radii"]:
-        tail = ["", "Learned radii 1 / sqrt(rate), by head:"]
+        tail += ["", "Learned radii 1 / sqrt(rate), by head:"]
         tail += [
             f"  {name}: {', '.join(f'{r:.3g}' for r in heads)}" for name, heads in result["radii"].items()
         ]
     return "\n".join([*head, lines[0], rule, *lines[1:], *tail, ""])
 
 
-def _measure(
-    config: Config, operator: Operator, drawn: dict[str, Tensor]
-) -> tuple[list[dict[str, Any]], list[Picture]]:
+def _rollout_table(rows: list[dict[str, Any]]) -> list[str]:
+    table: list[tuple[str, ...]] = [("time", "median", "mean", "worst")]
+    for row in rows:
+        table.append(
+            (f"{row['time']:g}", *(f"{100 * row[key]:.2f} %" for key in ("median", "mean", "worst")))
+        )
+    lines, rule = aligned(table, left=())
+    return [lines[0], rule, *lines[1:]]
+
+
+def _check_point(config: Config, point: Sequence[float] | None) -> None:
+    d = config.data.read(config.data.blank(), "train").mesh.ndim
+    if point is not None and len(point) != d:
+        raise ConfigError(f"point must have {d} coordinates, was {', '.join(f'{x:g}' for x in point)}")
+
+
+class _Measured(NamedTuple):
+    """The rows of the table, samples to be drawn, and that of median error on the mesh of the training."""
+
+    rows: list[dict[str, Any]]
+    pictures: list[Picture]
+    sample: Samples
+
+
+class _Rollout(NamedTuple):
+    rows: list[dict[str, Any]]
+    pictures: list[Picture]
+
+
+def _follow(config: Config, operator: Operator, frames: Frames | None) -> _Rollout:
+    if frames is None:
+        return _Rollout([], [])
+    predicted = roll_out(operator, frames, config.model.weights, config.training.test_batch_size)
+    rows = []
+    for i, time_ in enumerate(frames.times[frames.known :]):
+        truth = frames.values[:, frames.known + i]
+        error = METRICS[config.loss.metric](predicted[:, i], truth, frames.mesh.weights)
+        rows.append({"time": time_, **_statistics(error)})
+    middle = int(error.argsort()[(len(error) - 1) // 2])
+    known = torch.cat([frames.values[:, i] for i in range(frames.known)], -1)
+    last = Samples(known, truth, frames.mesh, frames.mesh).each(itemgetter(middle))
+    title = f"roll-out to t = {frames.times[-1]:g}: test sample of median error, {100 * error[middle]:.2f} %"
+    return _Rollout(rows, [Picture(title, last, predicted[middle, -1])])
+
+
+def _statistics(error: Tensor) -> dict[str, float]:
+    return {"median": error.median().item(), "mean": error.mean().item(), "worst": error.max().item()}
+
+
+def _measure(config: Config, operator: Operator, drawn: dict[str, Tensor]) -> _Measured:
     cases, source, trained = config.data.cases(), config.data, config.model.weights
     kinds = [trained]
     if operator.takes_weights and trained == "mesh":
@@ -157,17 +215,18 @@ def _measure(
                         "kind": case.kind,
                         "points": len(samples.mesh),
                         "weights": weights,
-                        "median": error.median().item(),
-                        "mean": error.mean().item(),
-                        "worst": error.max().item(),
+                        **_statistics(error),
                         "training_mean": plain,
                         "seconds": seconds,
                     }
                 )
+                if weights == trained and case == cases[0]:
+                    middle = error.argsort()[(len(error) - 1) // 2]
+                    sample = select(samples, middle[None])
                 if weights == trained and (case == finest or case.kind != "uniform"):
                     pictures += _pictures(case, samples, prediction, error)
                 bar.update()
-    return rows, pictures
+    return _Measured(rows, pictures, sample)
 
 
 def _pictures(case: Case, samples: Samples, prediction: Tensor, error: Tensor) -> list[Picture]:
@@ -185,13 +244,21 @@ def _pictures(case: Case, samples: Samples, prediction: Tensor, error: Tensor) -
     ]
 
 
-def _draw(folder: Path, run: Run, result: dict[str, Any], pictures: list[Picture]) -> list[Path]:
+def _draw(
+    folder: Path, run: Run, result: dict[str, Any], pictures: list[Picture], seen: list[LayerAttention]
+) -> list[Path]:
     from . import plots, report
 
     files = [
         plots.write_resolution(folder / "resolution.png", result["rows"]),
         plots.write_samples(folder / "samples.png", pictures),
     ]
+    if result["rollout"]:
+        files.append(plots.write_rollout(folder / "rollout.png", result["rollout"]))
+    if result["radii"]:
+        files.append(plots.write_radii(folder / "radii.png", result["radii"]))
+    if seen:
+        files.append(plots.write_attention(folder / "attention.png", seen))
     if run.log:
         files.append(plots.write_training(folder / "training.png", run.log))
     return [*files, report.write(folder / "report.html", result, files)]

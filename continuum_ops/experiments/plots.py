@@ -11,11 +11,14 @@ from ..mesh import Grid, Mesh
 from ..training.figures import new_figure, save_figure
 
 if TYPE_CHECKING:
+    from .attention import LayerAttention
     from .evaluation import Picture
 
 Array = np.ndarray
 # Colour-blind safe, as in the demonstration.
 TRUTH, MESH, EQUAL, INPUT = "#222222", "#0072B2", "#D55E00", "#777777"
+COLORS = (MESH, "#56B4E9", "#009E73", "#882255", "#CC79A7", "#E69F00", "#332288", EQUAL, INPUT)
+MARKERS = "osv^D*Px+"
 
 
 def write_resolution(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -127,3 +130,123 @@ def _fields(
         axis.set_aspect("equal")
         axis.set_xticks([])
         axis.set_yticks([])
+
+
+def write_rollout(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Error of the roll-out by time."""
+    figure = new_figure(figsize=(8, 3.4))
+    axis = figure.subplots()
+    times = [row["time"] for row in rows]
+    for key, style in (("median", "o-"), ("mean", "s--"), ("worst", "_:")):
+        axis.plot(times, [100 * row[key] for row in rows], style, color=MESH, label=key)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.set_xlabel("time")
+    axis.set_ylabel("relative error in %")
+    axis.legend(frameon=False, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    return save_figure(figure, path)
+
+
+def write_radii(path: Path, radii: dict[str, list[float]]) -> Path:
+    """Radii 1 / sqrt(rate) by layer, a mark for each head (PiT table 5)."""
+    figure = new_figure(figsize=(8, 3.4))
+    axis = figure.subplots()
+    names = list(radii)
+    for head in range(max(map(len, radii.values()))):
+        at = [i for i, name in enumerate(names) if head < len(radii[name])]
+        values = [radii[names[i]][head] for i in at]
+        color, marker = COLORS[head % len(COLORS)], MARKERS[head % len(MARKERS)]
+        axis.plot(at, values, marker, color=color, label=f"head {head + 1}")
+    axis.set_yscale("log")
+    axis.set_xticks(range(len(names)), names, fontsize=8, rotation=20)
+    axis.grid(axis="y", color="#dddddd")
+    axis.set_ylabel("1 / sqrt(rate)")
+    axis.legend(frameon=False, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    return save_figure(figure, path)
+
+
+def write_attention(path: Path, layers: list[LayerAttention]) -> Path:
+    """Where a point looks: a row for each layer, in two dimensions a panel for each head."""
+    d = layers[0].points.shape[-1]
+    columns = 1 if d == 1 else max(len(layer.density) for layer in layers)
+    figure = new_figure(figsize=(8, 1.9 * len(layers)) if d == 1 else (2.3 * columns, 2.1 * len(layers)))
+    axes = figure.subplots(len(layers), columns, squeeze=False)
+    for row, layer in zip(axes, layers, strict=True):
+        for axis in row[len(layer.density) if d > 1 else 1 :]:
+            axis.set_visible(False)
+        points, density = layer.points.numpy(), layer.density.numpy()
+        if d == 1:
+            order = points[:, 0].argsort()
+            for head, values in enumerate(density):
+                color = COLORS[head % len(COLORS)]
+                row[0].plot(
+                    points[order, 0], values[order], color=color, linewidth=1, label=f"head {head + 1}"
+                )
+            row[0].axvline(layer.query.item(), color=TRUTH, linewidth=0.6, linestyle=":")
+            row[0].spines[["top", "right"]].set_visible(False)
+            row[0].set_title(layer.name, fontsize=8)
+            continue
+        # Of more than two axes the first two, the points on top of each other.
+        for head, (axis, values) in enumerate(zip(row, density, strict=False)):
+            image = _map(axis, points[:, :2], values)
+            axis.plot(*layer.query.numpy()[:2], "+", color=EQUAL, markersize=9)
+            figure.colorbar(image, ax=axis, shrink=0.8).ax.tick_params(labelsize=6)
+            axis.set_title(f"{layer.name}, head {head + 1}", fontsize=7)
+            axis.set_aspect("equal")
+            axis.set_xticks([])
+            axis.set_yticks([])
+    if d == 1:
+        axes[0, 0].legend(frameon=False, fontsize=7, ncols=4)
+    return save_figure(figure, path)
+
+
+def _map(axis: Any, points: Array, values: Array) -> Any:
+    """Values at points of the plane: cells where these make a grid, else marks that about fill the panel."""
+    x, y = (np.unique(column) for column in points.T)
+    if len(x) * len(y) == len(points):
+        order = np.lexsort((points[:, 1], points[:, 0]))
+        return axis.pcolormesh(x, y, values[order].reshape(len(x), len(y)).T, shading="nearest")
+    return axis.scatter(*points.T, c=values, s=max(0.2, (1.6 * 72) ** 2 / len(points)), linewidths=0)
+
+
+def write_convergence(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Error against the number of points, a panel for each operator and dimension, a line for each rule."""
+    panels = list(dict.fromkeys((row["operator"], row["dimension"]) for row in rows))
+    names = list(dict.fromkeys(row["rule"] for row in rows))
+    columns = max(sum(d == dimension for _, d in panels) for dimension in (1, 2))
+    figure = new_figure(figsize=(3.4 * columns, 7.6))
+    axes = figure.subplots(2, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.set_visible(False)
+    style = {name: (COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    handles: dict[str, Any] = {}
+    for dimension in (1, 2):
+        for axis, (operator, _) in zip(
+            axes[dimension - 1], [p for p in panels if p[1] == dimension], strict=False
+        ):
+            axis.set_visible(True)
+            for row in rows:
+                if (row["operator"], row["dimension"]) != (operator, dimension):
+                    continue
+                color, marker = style[row["rule"]]
+                # Zero has no logarithm.
+                shown = [max(e, 1e-17) for e in row["errors"]]
+                (handles[row["rule"]],) = axis.plot(
+                    row["points"], shown, marker=marker, color=color, markersize=4, linewidth=1.1
+                )
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            counts = next(row["points"] for row in rows if row["dimension"] == dimension)
+            axis.set_xticks(counts[::2], map(str, counts[::2]))
+            axis.xaxis.minorticks_off()
+            axis.grid(axis="y", color="#dddddd")
+            axis.set_title(f"{operator}, d = {dimension}", fontsize=9)
+            axis.set_xlabel("points N")
+            axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("relative error")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
+    return save_figure(figure, path)

@@ -39,6 +39,19 @@ integrals with the quadrature weights of each mesh.</p>
 </tr>
 {% endfor %}
 </table>
+{% if rollout %}
+<h2>roll-out, from its own predictions</h2>
+<table>
+<tr><th>time</th><th>median</th><th>mean</th><th>worst</th></tr>
+{% for row in rollout %}
+<tr><td>{{ "%g"|format(row.time) }}</td>
+{% for key in ("median", "mean", "worst") %}
+<td>{{ "%.2f"|format(100 * row[key]) }} %</td>
+{% endfor %}
+</tr>
+{% endfor %}
+</table>
+{% endif %}
 {% for title, data in pictures %}
 <h2>{{ title }}</h2>
 <img alt="{{ title }}" src="data:image/png;base64,{{ data }}">
@@ -57,7 +70,14 @@ integrals with the quadrature weights of each mesh.</p>
 </body>
 </html>
 """
-_TITLES = {"resolution": "error by mesh", "samples": "test samples", "training": "training"}
+_TITLES = {
+    "resolution": "error by mesh",
+    "samples": "test samples",
+    "rollout": "error of the roll-out",
+    "radii": "radii 1 / sqrt(rate) by layer and head",
+    "attention": "attention of one point, by layer and head",
+    "training": "training",
+}
 
 
 def write(path: Path, result: dict[str, Any], pictures: list[Path]) -> Path:

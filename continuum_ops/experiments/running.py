@@ -30,7 +30,7 @@ from ..training.progress import progress_bar, require
 from .config import Config, ConfigError, config_from, read_file
 from .operator import METRICS, Operator, build, loss_of
 from .ranks import Ranks, ranks
-from .sources import Samples
+from .sources import Frames, Samples
 from .store import generate
 
 try:
@@ -38,7 +38,7 @@ try:
 except ImportError:  # Windows: nobody keeps a second process out
     fcntl = None  # type: ignore[assignment]
 
-CONFIG, CHECKPOINT, LOG = "config.json", "checkpoint.pt", "log.jsonl"
+CONFIG, CHECKPOINT, LOG, EVENTS = "config.json", "checkpoint.pt", "log.jsonl", "tensorboard"
 # Of the noise in validation and tests.
 NOISE_SEED = 1
 
@@ -58,6 +58,7 @@ def train(
     *,
     data: str | Path | None = None,
     workers: int = 1,
+    tensorboard: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Run:
     """Train an experiment; a run that was interrupted in this folder goes on, bit for bit on the CPU.
@@ -66,6 +67,8 @@ def train(
     checkpoint replaces the last one in one step; whatever ends the process, at worst the steps since the last
     checkpoint are taken again.
 
+    With ``tensorboard`` the folder tensorboard/ holds the same numbers for TensorBoard.
+
     Under torchrun each process takes its share of every batch (DistributedDataParallel); the first writes.
 
     Args:
@@ -73,16 +76,19 @@ def train(
         out: the folder; made if it is not there.
         data: folder where samples are kept between runs; None: drawn in memory.
         workers: processes that draw samples.
+        tensorboard: also write events; needs ``continuum_ops[tensorboard]``.
         say: takes a line of text.
 
     Raises:
         ConfigError: settings that do not fit each other, or a folder with a run of another configuration.
         CheckpointError: a checkpoint of another model, or a file that is none.
-        ImportError: a package of ``continuum_ops[train]`` is missing.
+        ImportError: a package of ``continuum_ops[train]`` is missing, or TensorBoard.
         OSError: a file cannot be written.
         RuntimeError: the loss is no finite number.
     """
     require("training", "tqdm")
+    if tensorboard:
+        require("the log of a training", "tensorboard", extra="tensorboard")
     folder = Path(out)
     device = _device(config)
     source = config.data
@@ -98,7 +104,8 @@ def train(
             if processes.first and data is not None:
                 _samples(config, data, workers)
             processes.wait()
-            operator = _train(config, folder, processes, _samples(config, data, workers), say)
+            found = _samples(config, data, workers)
+            operator = _train(config, folder, processes, found, tensorboard, say)
             processes.wait()
     return Run(folder, config, operator.eval(), read_log(folder / LOG))
 
@@ -117,7 +124,12 @@ def _samples(config: Config, data: str | Path | None, workers: int) -> _Data:
 
 
 def _train(
-    config: Config, folder: Path, processes: Ranks, data: _Data, say: Callable[[str], None]
+    config: Config,
+    folder: Path,
+    processes: Ranks,
+    data: _Data,
+    tensorboard: bool,
+    say: Callable[[str], None],
 ) -> Operator:
     with torch.random.fork_rng(devices=[]), _threads(config.training.threads):
         seed = config.training.seed
@@ -132,7 +144,10 @@ def _train(
             if processes.first:
                 say(f"goes on from step {training.step} of {training.steps}")
         steps = _Steps(config, operator, data, processes)
-        log = _Log(folder / LOG, training.step, config.training.log_every) if processes.first else None
+        log = None
+        if processes.first:
+            events = folder / EVENTS if tensorboard else None
+            log = _Log(folder / LOG, training.step, config.training.log_every, events)
 
         def after(step: Step) -> None:
             if log is not None:
@@ -178,7 +193,8 @@ def open_run(folder: str | Path, checkpoint: str | Path | None = None) -> Run:
     config = config_from(read_file(folder / CONFIG))
     path = folder / CHECKPOINT if checkpoint is None else Path(checkpoint)
     if not path.exists():
-        raise ConfigError(f"{path}: no such file; the training has not reached its first checkpoint")
+        why = "" if checkpoint is not None else "; the training has not reached its first checkpoint"
+        raise ConfigError(f"{path}: no such file{why}")
     source = config.data
     blank = source.blank()
     operator = build(config, source.read(blank, "train"), source.statistics(blank))
@@ -212,6 +228,17 @@ def predict(
     return torch.cat(parts)
 
 
+def roll_out(operator: Operator, frames: Frames, weights: str, batch_size: int) -> Tensor:
+    """The frames after the known ones, (n, F - known, N, c), each predicted from predictions before it."""
+    window = [frames.values[:, i] for i in range(frames.known)]
+    predicted = []
+    for i in range(frames.known, frames.values.shape[1]):
+        samples = Samples(torch.cat(window, -1), frames.values[:, i], frames.mesh, frames.mesh)
+        predicted.append(predict(operator, samples, weights, batch_size))
+        window = [*window[1:], predicted[-1]]
+    return torch.stack(predicted, 1)
+
+
 def select(samples: Samples, rows: Tensor) -> Samples:
     """Some of the samples, on the same meshes."""
     return samples.each(lambda x: x[rows])
@@ -233,6 +260,8 @@ class _Steps:
         self.config, self.operator, self.processes = config, operator, processes
         self.samples, self.held_out = on_device(data.training, processes.device), data.held_out
         self.function = loss_of(config)
+        if config.training.compile:
+            operator.model.compile()
         # Its forward pass readies the sum of the gradients over the processes.
         self.model: nn.Module = operator
         if processes.size > 1:
@@ -263,10 +292,14 @@ class _Steps:
 
 
 class _Log:
-    """JSON lines, those of steps that will be taken again left out."""
+    """JSON lines, those of steps that will be taken again left out; and events of TensorBoard in a folder."""
 
-    def __init__(self, path: Path, step: int, every: int) -> None:
-        self.path, self.every = path, every
+    def __init__(self, path: Path, step: int, every: int, events: Path | None) -> None:
+        self.path, self.every, self.events = path, every, None
+        if events is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(events), purge_step=step + 1)
         kept = [entry for entry in read_log(path) if entry["step"] <= step]
         with atomic_write(path) as file:
             file.writelines((json.dumps(entry) + "\n").encode() for entry in kept)
@@ -278,6 +311,8 @@ class _Log:
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
+        if self.events is not None:
+            self.events.close()
 
     def add(self, step: Step) -> None:
         if step.step % self.every and step.validation is None:
@@ -286,6 +321,11 @@ class _Log:
         entry["seconds"] = round(self.before + time.perf_counter() - self.start, 3)
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
+        if self.events is not None:
+            for name in ("loss", "learning_rate", "validation"):
+                if name in entry:
+                    self.events.add_scalar(name, entry[name], step.step)
+            self.events.flush()
 
 
 @contextmanager

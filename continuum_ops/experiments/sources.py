@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..data import burgers, controlled_ode, darcy, lorenz63, uneven_times, uniform_times
+from ..data.burgers import BurgersData
 from ..mesh import Grid, Mesh, PointCloud
 
 Split = Literal["train", "validation", "test"]
@@ -51,6 +52,18 @@ class Samples(NamedTuple):
             initial=None if self.initial is None else function(self.initial),
             coefficient=None if self.coefficient is None else function(self.coefficient),
         )
+
+
+class Frames(NamedTuple):
+    """Flows of the test for a roll-out: values (n, F, N, c) at the times (F,), evenly apart, on a mesh.
+
+    The operator maps the first `known` frames, their channels side by side, the oldest first, to the next.
+    """
+
+    values: Tensor
+    times: tuple[float, ...]
+    mesh: Mesh
+    known: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, tensors: Tensors, split: Split, case: Case | None = None) -> Samples:
         """Samples on the mesh of a case (None: the first), or on that of the training."""
+
+    def frames(self, tensors: Tensors) -> Frames | None:
+        """Of the test samples, where the operator is a step in time that can be repeated; None: it is not."""
+        return None
 
     def statistics(self, tensors: Tensors) -> Samples:
         """The training samples on the Grid on which normalisers keep what they know of them."""
@@ -201,6 +218,7 @@ class Burgers(Source):
     """Viscous Burgers, u(x, 0) -> u(x, 1) (GT 5.1): trained on `points`, tested also on `resolutions`.
 
     solver: points of the spectral computation, a multiple of all.
+    rollout: further steps of time, u(x, 1) -> u(x, 2) -> .., that the test follows.
     """
 
     source = "burgers"
@@ -211,8 +229,11 @@ class Burgers(Source):
     points: int = 512
     resolutions: tuple[int, ...] = (2048, 8192)
     solver: int = 8192
+    rollout: int = 0
 
     def check(self) -> None:
+        if self.rollout < 0:
+            raise ValueError(f"rollout must be at least 0, was {self.rollout}")
         for n in (self.points, *self.resolutions):
             if n < 1 or self.solver % n:
                 raise ValueError(f"solver must be a multiple of {n} points, was {self.solver}")
@@ -224,8 +245,23 @@ class Burgers(Source):
         return self.solver if split == "test" else self.points
 
     def draw(self, n: int, seed: int, split: Split) -> Tensors:
-        data = burgers(n, self._drawn_at(split), seed=seed, resolution=self.solver)
-        return {"input": data.input, "target": data.target}
+        def at(points: int, T: float) -> BurgersData:
+            return burgers(n, points, seed=seed, T=T, resolution=self.solver)
+
+        data = at(self._drawn_at(split), 1.0)
+        found = {"input": data.input, "target": data.target}
+        if split == "test" and self.rollout:
+            # The solution is exact in time, so later frames are those of longer times.
+            later = [at(self.points, float(t)).target for t in range(2, 2 + self.rollout)]
+            found["later"] = torch.stack(later, 1)
+        return found
+
+    def frames(self, tensors: Tensors) -> Frames | None:
+        if not self.rollout:
+            return None
+        first = self.read(tensors, "test", self.cases()[0])
+        values = torch.cat([torch.stack([first.input, first.target], 1), tensors["later"]], 1)
+        return Frames(values, tuple(map(float, range(values.shape[1]))), first.mesh)
 
     def read(self, tensors: Tensors, split: Split, case: Case | None = None) -> Samples:
         n = self.points if case is None else case.size

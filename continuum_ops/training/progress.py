@@ -7,13 +7,13 @@ import sys
 from typing import Any
 
 
-def require(who: str, *names: str) -> None:
+def require(who: str, *names: str, extra: str = "train") -> None:
     """Raise an ImportError that names the extra, for the first of the packages that is missing."""
     for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ImportError(f'{who} needs {name}: pip install "continuum_ops[train]"') from error
+            raise ImportError(f'{who} needs {name}: pip install "continuum_ops[{extra}]"') from error
 
 
 def progress_bar(
