@@ -28,10 +28,10 @@ inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) {
 
 // Offsets of the leads of a tensor (*leads, ...) with `trailing` further dimensions; a size of 1 serves all leads along it.
 inline std::vector<int64_t> lead_offsets(const Tensor& t, int64_t trailing, const std::vector<int64_t>& leads) {
+  STD_TORCH_CHECK(t.dim() == int64_t(leads.size()) + trailing, "as many leading dimensions as query");
   std::vector<int64_t> offsets{0};
   for (int64_t dim = 0; dim < int64_t(leads.size()); ++dim) {
-    STD_TORCH_CHECK(t.dim() == int64_t(leads.size()) + trailing && (t.size(dim) == leads[dim] || t.size(dim) == 1),
-                    "leading dimensions must be those of query, or 1");
+    STD_TORCH_CHECK(t.size(dim) == leads[dim] || t.size(dim) == 1, "leading dimensions must be those of query, or 1");
     if (leads[dim] == 1) continue;
     const int64_t stride = t.size(dim) == 1 ? 0 : t.stride(dim);
     std::vector<int64_t> next;
@@ -95,6 +95,11 @@ inline Tensor expanded(const Tensor& t, const std::vector<int64_t>& sizes) {
     if (t.size(i - missing) == sizes[i]) strides[i] = t.stride(i - missing);
   }
   return viewed(t, sizes, strides);
+}
+
+// Throws unless t has this dtype and these sizes: a backward op reads its gradients and results by the sizes of its inputs.
+inline void check_is(const Tensor& t, ScalarType type, const std::vector<int64_t>& sizes, const char* message) {
+  STD_TORCH_CHECK(t.scalar_type() == type && t.dim() == int64_t(sizes.size()) && sizes_of(t, t.dim()) == sizes, message);
 }
 
 // A contiguous CPU tensor of zeros, float or double.
