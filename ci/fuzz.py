@@ -1,12 +1,12 @@
 """Random calls of the C++ entry points, for a build with sanitizers (ci/fuzz.sh) or any other.
 
-    python ci/fuzz.py [--seconds 60] [--first SEED] [--cases N] [--threads 1] [--record NAME]
+    python ci/fuzz.py [--seconds 60] [--first SEED] [--cases N] [--threads 1] [--record]
 
-A case is a seed: shapes (empty ones too), dtypes, and for each tensor a layout: contiguous, permuted, with gaps, at an
-offset, expanded, overlapping, or with strides beyond 2^31 elements. The result must be that of contiguous copies. Every
-sixth case has an argument of a wrong shape, dtype or number of dimensions, or values that are no weights, and must end in
-an exception or a result. A sanitizer ends the process at its first finding; the case is the last one in
-build/fuzz-cases.log, and `--first SEED --cases 1` repeats it.
+A case is a seed: shapes (empty ones too), dtypes, and for each tensor a layout: contiguous, permuted, with gaps,
+at an offset, expanded, overlapping, or with strides beyond 2^31 elements. The result must be that of contiguous
+copies. Every sixth case has an argument of a wrong shape, dtype or number of dimensions, or values that are no
+weights, and must end in an exception or a result. A sanitizer ends the process at its first finding; the case is
+then the one in build/fuzz-cases.log, and `--first SEED --cases 1` repeats it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Case:
         if self.wild and x.numel():
             x = x * 10.0 ** self.random.randint(-40, 40)
             if not positive and self.maybe():
-                x.view(-1)[self.random.randrange(x.numel())] = self.random.choice((math.nan, math.inf, -math.inf))
+                x.view(-1)[self.random.randrange(x.numel())] = self.random.choice(
+                    (math.nan, math.inf, -math.inf)
+                )
         if dtype == torch.bool:
             return x > -0.5
         return x.clamp(-1e30, 1e30).to(dtype) if positive else x.to(dtype)
@@ -115,7 +117,9 @@ class Case:
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         place = self.random.choice(places)
         t = args[place]
-        kinds = ["dtype", "scalar", "flat", "empty"] + (["longer", "shorter", "negative", "batched"] if t.dim() else [])
+        kinds = ["dtype", "scalar", "flat", "empty"] + (
+            ["longer", "shorter", "negative", "batched"] if t.dim() else []
+        )
         kind = self.random.choice(kinds)
         if kind == "dtype":
             t = t.to(self.random.choice((*DTYPES, torch.int64, torch.bool, torch.complex64)))
@@ -132,7 +136,11 @@ class Case:
         else:
             axis = self.random.randrange(t.dim())
             n = t.shape[axis]
-            t = t.narrow(axis, 0, n - 1) if kind == "shorter" and n else torch.cat([t, t[(slice(None),) * axis + (slice(0, 1),)]], axis)
+            t = (
+                t.narrow(axis, 0, n - 1)
+                if kind == "shorter" and n
+                else torch.cat([t, t[(slice(None),) * axis + (slice(0, 1),)]], axis)
+            )
         return [*args[:place], t, *args[place + 1 :]]
 
 
@@ -193,7 +201,9 @@ def continuum(case: Case) -> None:
     y = case.tensor(*shared, m, dims, dtype=acc) if positions else None
     rate = case.tensor(*shared, dtype=acc, positive=True) if positions and case.maybe(0.7) else None
     radius = case.tensor(*shared, n, dtype=acc, positive=True) if positions and case.maybe(0.3) else None
-    period = [case.random.choice((1.5, math.inf)) for _ in range(dims)] if positions and case.maybe(0.3) else None
+    period = (
+        [case.random.choice((1.5, math.inf)) for _ in range(dims)] if positions and case.maybe(0.3) else None
+    )
     dropout = case.random.choice((0.0, 0.0, 0.0, 0.3, 1.0))
     seed = torch.tensor(case.random.randrange(2**62)) if dropout else None
     options = [period, case.random.choice((1.0, 0.1, -0.5, 0.0)), dropout, case.maybe(0.3)]
@@ -230,13 +240,20 @@ def patch(case: Case) -> None:
     grad_out = case.tensor(*out.shape, dtype=dtype)
     grad_lse = case.tensor(*lse.shape, dtype=acc) if case.maybe() else None
     needs = [case.maybe(0.7) for _ in range(4)]
-    call(case, OPS.patch_attention_backward, [grad_out, grad_lse, q, k, v, w, lse, probabilities, size, scale, needs])
+    call(
+        case,
+        OPS.patch_attention_backward,
+        [grad_out, grad_lse, q, k, v, w, lse, probabilities, size, scale, needs],
+    )
 
 
 def position(case: Case) -> None:
     dtype = case.random.choice(DTYPES)
     acc = accumulation(dtype)
-    batch, heads = case.random.choice((0, 1, 2, 3) if case.maybe(0.2) else (1, 2, 3)), case.random.choice((1, 2, 3))
+    batch, heads = (
+        case.random.choice((0, 1, 2, 3) if case.maybe(0.2) else (1, 2, 3)),
+        case.random.choice((1, 2, 3)),
+    )
     n, m, d, channels = case.size(300), case.size(300), case.random.randint(0, 4), case.size()
     geometry = case.random.choice((1, batch))
     places = torch.float64 if case.maybe(0.3) else acc
@@ -244,7 +261,9 @@ def position(case: Case) -> None:
     value = case.tensor(batch, case.random.choice((1, heads)), m, channels, dtype=dtype)
     rate = case.tensor(heads, dtype=acc, positive=True)
     w = case.tensor(case.random.choice((1, batch)), m, dtype=acc, positive=True) if case.maybe() else None
-    radius = case.tensor(case.random.choice((1, batch)), n, dtype=acc, positive=True) if case.maybe(0.4) else None
+    radius = (
+        case.tensor(case.random.choice((1, batch)), n, dtype=acc, positive=True) if case.maybe(0.4) else None
+    )
     period = [case.random.choice((1.5, math.inf)) for _ in range(d)] if case.maybe(0.3) else None
     results = call(case, OPS.position_attention_forward, [x, y, value, rate, w, radius, period])
     if results is None:
@@ -269,7 +288,11 @@ def galerkin(case: Case) -> None:
     leads = tuple(case.random.choice((1, 2, 3)) for _ in range(case.random.randint(0, 2)))
     n, m, d, dv = (case.size(40) for _ in range(4))
     q, k, v = (case.tensor(*leads, *s, dtype=dtype) for s in ((n, d), (m, d), (m, dv)))
-    w = case.tensor(*leads[case.random.randint(0, len(leads)) :], m, dtype=dtype, positive=True) if case.maybe() else None
+    w = (
+        case.tensor(*leads[case.random.randint(0, len(leads)) :], m, dtype=dtype, positive=True)
+        if case.maybe()
+        else None
+    )
     if call(case, OPS.galerkin_attention_small, [q, k, v, w]) is None:
         return
     grad_out = case.tensor(*leads, n, dv, dtype=dtype)
@@ -283,7 +306,9 @@ def transform(case: Case) -> None:
     batch, channels = case.random.randint(0, 3), case.size(40)
     entries = sum((3 if i + 1 < d else 2) * points[i] * rows[i] for i in range(d))
     tables = case.tensor(entries, dtype=dtype, plain=True)
-    u = case.tensor(batch, *(p * n for p, n in zip(patches, points, strict=True)), channels, dtype=dtype, plain=True)
+    u = case.tensor(
+        batch, *(p * n for p, n in zip(patches, points, strict=True)), channels, dtype=dtype, plain=True
+    )
     results = call(case, OPS.patch_dft, [u, tables, patches, points, rows])
     if results is not None:
         call(case, OPS.patch_dft_inverse, [results[0], tables, patches, points, rows])
@@ -308,23 +333,33 @@ KINDS = (axis, continuum, continuum, patch, position, position, galerkin, transf
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--cases", type=int, metavar="N")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--record", metavar="NAME", help="keep the number of cases in bench/results/trust.json")
+    parser.add_argument("--record", action="store_true", help="keep the figures in bench/results/trust.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     log = ROOT / "build" / "fuzz-cases.log"
     log.parent.mkdir(exist_ok=True)
-    end, seed, counts = time.monotonic() + options.seconds, options.first, dict.fromkeys((k.__name__ for k in KINDS), 0)
+    end, seed, counts = (
+        time.monotonic() + options.seconds,
+        options.first,
+        dict.fromkeys((k.__name__ for k in KINDS), 0),
+    )
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
         while time.monotonic() < end and (options.cases is None or seed < options.first + options.cases):
             case = Case(seed, Path(folder))
             kind = case.random.choice(KINDS)
             file.seek(0)
-            print(f"--first {seed} --cases 1 --threads {options.threads}  # {kind.__name__}", file=file, flush=True)
+            print(
+                f"--first {seed} --cases 1 --threads {options.threads}  # {kind.__name__}",
+                file=file,
+                flush=True,
+            )
             file.truncate()
             try:
                 kind(case)
@@ -338,7 +373,11 @@ def main() -> int:
         sys.path.insert(0, str(ROOT / "bench"))
         from trust import record
 
-        record("fuzzing", {options.record: {"cases": seed - options.first, "seconds": options.seconds, **counts}})
+        from continuum_ops import _C
+
+        build = _C.build_info().get("sanitizer", "none")
+        figures = {"cases": seed - options.first, "seconds": options.seconds, "threads": options.threads}
+        record("fuzzing", {f"sanitizer {build}": {**figures, "calls": counts, "findings": 0}})
     return 0
 
 

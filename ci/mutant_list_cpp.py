@@ -1,5 +1,8 @@
-"""Mutants of the C++ kernels: file -> (name, text, replacement, tests); see mutants.py. What stands between the marks is an
-expression, or a statement where it ends in ;, since all mutants are compiled at once, each behind its number."""
+"""Mutants of the C++ kernels: file -> (name, text, replacement, tests); see mutants.py.
+
+What stands between the marks is an expression, or a statement where it ends in a semicolon, since all
+mutants are compiled at once, each behind its number.
+"""
 
 CONTINUUM = "test_continuum_attention.py -k 'kernel and {}'"
 EDGE = "test_continuum_attention_edge.py -k 'kernel and {}'"
@@ -167,7 +170,12 @@ CPP = {
             "0",
             CONTINUUM.format("odd"),
         ),
-        ("forward: row past the block counts", "if (§r >= live§) break;", "r > live", CONTINUUM.format("odd")),
+        (
+            "forward: row past the block counts",
+            "if (§r >= live§) break;",
+            "r > live",
+            CONTINUUM.format("odd"),
+        ),
         (
             "lse: size of the weights left out",
             "double(shift) + §keys.log2_max_weight§ +",

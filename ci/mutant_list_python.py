@@ -1,5 +1,7 @@
-"""Mutants of the Triton kernels, run by Triton's interpreter, and of the Python: file -> (name, text, replacement, tests); see
-mutants.py."""
+"""Mutants of the Triton kernels, run by Triton's interpreter, and of the Python.
+
+file -> (name, text, replacement, tests); see mutants.py.
+"""
 
 VALUES = "test_continuum_attention_cuda.py -k '{}'"
 DEAD = "test_continuum_attention_cuda_edge.py -k '{}'"
@@ -21,7 +23,7 @@ TRITON = {
         ),
         (
             "triton forward: end of the diagonal tiles",
-            "end = tl.minimum(M, first + §QUERIES§)\n        full = tl.minimum(M, first + 1) // KEYS * KEYS\n    if mask",
+            "end = tl.minimum(M, first + §QUERIES§)",
             "QUERIES - 1",
             VALUES.format("values and causal"),
         ),
@@ -121,7 +123,12 @@ TRITON = {
             "",
             POSITION,
         ),
-        ("triton position: shared values of one head", "head, head_end = g * 0, g * 0 + §heads§", "1", POSITION),
+        (
+            "triton position: shared values of one head",
+            "head, head_end = g * 0, g * 0 + §heads§",
+            "1",
+            POSITION,
+        ),
     ],
 }
 
@@ -135,7 +142,12 @@ FUNC = "test_torch_func.py -k '{}'"
 
 PYTHON = {
     "continuum_ops/quadrature.py": [
-        ("trapezoid: not halved", 'half = torch.diff(_nodes(x, "x", 2)) §/ 2§', "", QUADRATURE.format("trapezoid")),
+        (
+            "trapezoid: not halved",
+            'half = torch.diff(_nodes(x, "x", 2)) §/ 2§',
+            "",
+            QUADRATURE.format("trapezoid"),
+        ),
         ("simpson: power of the sum", "(a + b) ** §3§ / (6 * a * b)", "2", QUADRATURE.format("simpson")),
         ("simpson: last interval", "b * (2 * b + §3 * a§) / (a + b)", "a", QUADRATURE.format("simpson")),
         ("periodic: gap of the wrong side", "torch.roll(gap, §1§)", "-1", QUADRATURE.format("periodic")),
@@ -294,7 +306,12 @@ PYTHON = {
         ),
     ],
     "continuum_ops/ops/_grid_product.py": [
-        ("grid product: matrix transposed in its gradient", "return §rows[0] @ rows[1].mT§", "(rows[1] @ rows[0].mT)", GRID),
+        (
+            "grid product: matrix transposed in its gradient",
+            "return §rows[0] @ rows[1].mT§",
+            "(rows[1] @ rows[0].mT)",
+            GRID,
+        ),
         (
             "grid product: values of the first head",
             "self.value[start:stop, §head if self.value.shape[1] > 1 else 0§]",
@@ -354,7 +371,7 @@ PYTHON = {
         ),
         (
             "pit: weights of the mesh ignored",
-            "if weights §==§ \"mesh\":",
+            'if weights §==§ "mesh":',
             "!=",
             "test_pit.py -k every_attention",
         ),

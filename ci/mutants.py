@@ -1,15 +1,16 @@
-"""Mutation check: each mutant changes one thing in a kernel or formula, and the tests named with it must fail.
+"""Mutation check: each mutant changes one thing in a kernel or formula; the tests named with it must fail.
 
     python ci/mutants.py [--short] [--record] [--only WORD ...] [--again]
 
-A copy of the tree is changed, build/mutants/tree, never the checkout. All C++ mutants are built at once, each behind a
-look at the environment (CO_MUTANT=7 is mutant 7), with -O1; objects that no mutant touches are those of the checkout's own
-build where that is current. Mutants of Python and Triton are written into the copy one at a time. The tests must pass
-without a mutant first. What was found is kept in build/mutants/results.json, so that an interrupted run goes on.
+A copy of the tree is changed, build/mutants/tree, never the checkout. All C++ mutants are built at once, each
+behind a look at the environment (CO_MUTANT=7 is mutant 7), with -O1; objects that no mutant touches are those
+of the checkout's own build where that is current. Mutants of Python and Triton are written into the copy one
+at a time. The tests must pass without a mutant first. What was found is kept in build/mutants/results.json, so
+that an interrupted run goes on.
 
---short runs SHORT, a few of each language; --only those whose name contains a word; --again forgets what was found;
---record writes the figures to bench/results/trust.json. Exit status 1: less than 95 % were killed, or a mutant no longer
-fits the source.
+--short runs SHORT, a few of each language; --only those whose name contains a word; --again forgets what was
+found; --record writes the figures to bench/results/trust.json. Exit status 1: less than 95 % were killed, or a
+mutant no longer fits the source.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -104,7 +106,7 @@ def mutated(mutant: Mutant, source: str) -> str:
 def guarded(numbered: Sequence[tuple[int, Mutant]], source: str) -> str:
     """The C++ source with all mutants, each behind its number; a text that ends in ; is a statement."""
     places = sorted((*place(mutant, source), number, mutant.new) for number, mutant in numbered)
-    for (_, stop, number, _), (start, _, other, _) in zip(places, places[1:], strict=False):
+    for (_, stop, number, _), (start, _, other, _) in itertools.pairwise(places):
         assert stop <= start, f"mutants {number} and {other} overlap"
     for start, stop, number, new in reversed(places):
         old, condition = source[start:stop], f"co_mutant == {number}"
@@ -205,6 +207,7 @@ class Tree:
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", closefd=False) for fd in (1, 2))
             resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 10))
             os.chdir(self.root)
             os.environ.update(env, PYTHONPATH=str(self.root))
@@ -338,7 +341,9 @@ def figures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[])
@@ -359,7 +364,9 @@ def main(args: Sequence[str] | None = None) -> int:
             continue
         result = check.one(mutant, number)
         results.append(result)
-        print(f"{result['outcome']:<14} {result['seconds']:6.1f} s  {mutant.name}: {result['why']}", flush=True)
+        print(
+            f"{result['outcome']:<14} {result['seconds']:6.1f} s  {mutant.name}: {result['why']}", flush=True
+        )
     counted = figures(results)
     print(json.dumps(counted, ensure_ascii=False))
     if options.record:

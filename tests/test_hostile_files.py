@@ -1,4 +1,4 @@
-"""Files that are cut short, foreign, pickled, too large, or wrong: one line, exit code 2, nothing run, nothing touched."""
+"""Files cut short, foreign, pickled, too large, or wrong: one line, exit code 2, nothing run or touched."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,15 @@ CONFIGS = {
     "deep.json": ("[" * 100_000, "nested too deeply"),
     "large.toml": ("#" * 2_000_000, "at most 1,048,576 bytes"),
     "digits.json": (changed("training", "seed", "1" * 5000), "digits.json cannot be read"),
-    "int.json": (changed("training", "seed", "1" + "0" * 30), r"training.seed must be between -2^53 and 2^53"),
+    "int.json": (
+        changed("training", "seed", "1" + "0" * 30),
+        r"training.seed must be between -2^53 and 2^53",
+    ),
     "float.json": (changed("optimizer", "learning_rate", "1" + "0" * 400), "optimizer.learning_rate must be"),
-    "nan.json": (changed("optimizer", "learning_rate", "NaN"), "optimizer.learning_rate must be finite, was nan"),
+    "nan.json": (
+        changed("optimizer", "learning_rate", "NaN"),
+        "optimizer.learning_rate must be finite, was nan",
+    ),
     "infinity.json": (changed("loss", "gamma", "1e999"), "loss.gamma must be finite, was inf"),
     "model.json": (changed("model", "dim_feedforward", "NaN"), "model must hold finite numbers"),
     "list.json": ("[1, 2]", "must hold a table, was a list"),
@@ -185,7 +192,10 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut late": (cut(0.99), NO_CHECKPOINT),
     "another archive": (foreign_zip, NO_CHECKPOINT),
     "a pickle": (lambda path: path.write_bytes(pickle.dumps(Trap())), NO_CHECKPOINT),
-    "code": (lambda path: torch.save({"format": "continuum_ops checkpoint 1", "x": Trap()}, path), NO_CHECKPOINT),
+    "code": (
+        lambda path: torch.save({"format": "continuum_ops checkpoint 1", "x": Trap()}, path),
+        NO_CHECKPOINT,
+    ),
     "a module": (lambda path: torch.save(torch.nn.Linear(2, 2), path), NO_CHECKPOINT),
     "a tensor": (lambda path: torch.save(torch.ones(3), path), NO_CHECKPOINT),
     "too large": (huge_storage, NO_CHECKPOINT),
@@ -229,7 +239,9 @@ def test_a_changed_byte_of_a_checkpoint(here: Path) -> None:
     draw = random.Random(0)
     for _ in range(40):
         place = draw.randrange(len(whole))
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << draw.randrange(8))]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ (1 << draw.randrange(8))]) + whole[place + 1 :]
+        )
         try:
             content = load_checkpoint(path)
         except CheckpointError:
@@ -268,7 +280,9 @@ def test_samples(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert message in refused(here, capsys, *args, "--data", "data")
 
 
-@pytest.mark.parametrize("tail", [b"\xff\xfe", b"3\n", b"{}\n", b'{"step": "x", "seconds": 1}\n', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "tail", [b"\xff\xfe", b"3\n", b"{}\n", b'{"step": "x", "seconds": 1}\n', b"[" * 100_000]
+)
 def test_a_log_ends_where_it_is_none(tail: bytes, here: Path) -> None:
     whole = open_run("run").log
     assert len(whole) == 10
@@ -279,11 +293,13 @@ def test_a_log_ends_where_it_is_none(tail: bytes, here: Path) -> None:
 
 def test_times_in_another_unit() -> None:
     """Milliseconds where seconds are asked for; and times that carry their unit."""
-    with pytest.raises(ValueError, match=r"times must lie in \[0, T\] = \[0, 2.0\], got values from 0.0 to 2000.0"):
-        lorenz63(1, torch.linspace(0, 2000, 5))
+    with pytest.raises(
+        ValueError, match=r"times must lie in \[0, T\] = \[0, 2.0\], got values from 0.0 to 2000.0"
+    ):
+        lorenz63(1, torch.linspace(0, 2000, 5), seed=0)
     with pytest.raises(TypeError, match="times must hold real numbers"):
-        lorenz63(1, np.arange(3).astype("timedelta64[ms]"))
-    with pytest.raises(ConfigError, match="data.intervals must be an int, was '2 s'"):
+        lorenz63(1, np.arange(3).astype("timedelta64[ms]"), seed=0)
+    with pytest.raises(ConfigError, match=r"data\.intervals must be an int, was '2 s'"):
         load("tno-cde", sections={"data": {"intervals": "2 s"}})
 
 
@@ -313,7 +329,7 @@ def test_times_with_a_unit_are_no_numbers(tmp_path: Path) -> None:
         read_arrays(tmp_path / "t.npy")
     np.savez(tmp_path / "t.npz", t=times, a=A)
     assert list(read_arrays(tmp_path / "t.npz")) == ["a"]
-    with pytest.raises(ValueError, match="'t' of .* must be an array of numbers, it is something else"):
+    with pytest.raises(ValueError, match=r"'t' of .* must be an array of numbers, it is something else"):
         read_arrays(tmp_path / "t.npz", ["t"])
 
 
@@ -358,6 +374,30 @@ def test_a_list_that_holds_itself(tmp_path: Path) -> None:
         read_arrays(tmp_path / "a.pt")
 
 
+@pytest.mark.parametrize("compressed", [False, True])
+def test_types_that_matlab_does_not_have(compressed: bool, tmp_path: Path) -> None:
+    """scipy takes the type of an element as an index, and the process ends: found by changing bytes."""
+    path = tmp_path / "a.mat"
+    scipy_io.savemat(path, {"a": A, "s": "text"})
+    whole = path.read_bytes()
+    for place, value in ((184, 71), (185, 96), (145, 110), (412, 3), (432, 130), (433, 25)):
+        content = bytearray(whole)
+        assert content[place] != value
+        content[place] = value
+        if compressed:  # each of the two variables
+            content = content[:128] + b"".join(
+                deflated(bytes(content[i:j])) for i, j in ((128, 384), (384, 440))
+            )
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.mat is damaged: ValueError"):
+            read_arrays(path)
+
+
+def deflated(element: bytes) -> bytes:
+    data = zlib.compress(element)
+    return (15).to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
+
+
 @pytest.mark.parametrize("suffix", ["npy", "npz", "mat", "h5", "pt"])
 def test_changed_bytes(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays, or a ValueError that names the file: nothing else leaves the reader, whatever a byte is."""
@@ -378,7 +418,9 @@ def test_changed_bytes(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for _ in range(60):
         content = bytearray(whole)
         for _ in range(draw.choice((1, 1, 8))):
-            content[draw.randrange(min(len(content), 600) if draw.random() < 0.5 else len(content))] = draw.randrange(256)
+            content[draw.randrange(min(len(content), 600) if draw.random() < 0.5 else len(content))] = (
+                draw.randrange(256)
+            )
         path.write_bytes(content)
         try:
             found = read_arrays(path)

@@ -1,4 +1,4 @@
-"""The C++ entry points refuse what would make them read outside a tensor: called past the public functions' checks."""
+"""The C++ entry points, past the public functions' checks, refuse what they would read outside a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 import continuum_ops as co
 
 OPS = torch.ops.continuum_ops
-pytestmark = pytest.mark.skipif(not co.backends()["cpu"].startswith("C++"), reason="the extension is not built")
+pytestmark = pytest.mark.skipif(
+    not co.backends()["cpu"].startswith("C++"), reason="the extension is not built"
+)
 F = torch.float32
 
 

@@ -1,7 +1,7 @@
 """A look at the frame of a MATLAB 5 file before scipy reads it.
 
-scipy 1.17 takes the type of an element as an index without a look at it: a damaged file ends the process. Layout: MathWorks,
-MAT-File Format (2025), chapter 1.
+scipy 1.17 takes the type of an element as an index without a look at it: a damaged file ends the process.
+Layout: MathWorks, MAT-File Format (2025), chapter 1.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 MATRIX, COMPRESSED, UINT32, INT32 = 14, 15, 6, 5
-TYPES = {1, 2, 3, 4, 5, 6, 7, 9, 12, 13, MATRIX, COMPRESSED, 16, 17, 18}
-NUMERIC = range(6, 16)  # classes of a matrix
-OPAQUE = 17  # has no dimensions
+NUMBERS = {1, 2, 3, 4, 5, 6, 7, 9, 12, 13}
+TEXT = NUMBERS | {16, 17, 18}
+TYPES = TEXT | {MATRIX, COMPRESSED}
+CHAR, SPARSE, NUMERIC, OPAQUE = 4, 5, range(6, 16), 17  # classes of a matrix; an opaque one has no dimensions
 DEEPEST = 100
 
 
@@ -92,7 +93,7 @@ def _skip(stream: Stream, count: int) -> None:
 def _matrix(stream: Stream, order: str, left: int, depth: int) -> None:
     if depth > DEEPEST:
         raise ValueError("cells or structures are nested too deeply")
-    kind_of_matrix = is_complex = 0
+    parts: int | None = None  # how many there must be, where scipy reads so many without a look
     index = 0
     while left > 0:
         kind, count, inline = _tag(stream, order)
@@ -104,18 +105,23 @@ def _matrix(stream: Stream, order: str, left: int, depth: int) -> None:
             if kind != UINT32 or count != 8 or inline is not None:
                 raise ValueError("a matrix without flags")
             flags = struct.unpack(order + "II", _exactly(stream, 8))[0]
-            kind_of_matrix, is_complex = flags & 0xFF, flags >> 11 & 1
-        elif kind == MATRIX:
+            class_, numbers = flags & 0xFF, 1 + (flags >> 11 & 1)  # real, and imaginary, parts
+            parts = {CHAR: 4, SPARSE: 5 + numbers, **dict.fromkeys(NUMERIC, 3 + numbers)}.get(class_)
+        elif kind == MATRIX and parts is None:
             if inline is not None:
                 raise ValueError("a matrix in a tag")
             _matrix(stream, order, count, depth + 1)
             _skip(stream, padded - count)
         else:
-            if index == 1 and kind_of_matrix != OPAQUE and (kind != INT32 or count % 4 or count < 8):
+            if index == 1 and class_ != OPAQUE and (kind != INT32 or count % 4 or count < 8):
                 raise ValueError("a matrix without dimensions")
-            if index == 3 and kind_of_matrix in NUMERIC and not is_complex and depth == 0:
+            if parts is not None and index > 2 and kind not in (TEXT if class_ == CHAR else NUMBERS):
+                raise ValueError(f"numbers of type {kind}")
+            if depth == 0 and parts is not None and index == parts - 1:
                 if left > 0:
                     raise ValueError("a matrix of numbers with more than numbers")
                 return  # what is left need not be inflated to see that
             _skip(stream, padded)
         index += 1
+    if parts is not None and index != parts:
+        raise ValueError(f"a matrix of {index} elements in the place of {parts}")

@@ -320,7 +320,7 @@ def _value(name: str, kind: Any, value: Any) -> Any:
     if origin is dict:
         return _mapping(name, value)
     if isinstance(value, int) and abs(value) > LARGEST_INT:
-        raise ConfigError(f"{name} must be between -2^53 and 2^53, was {value:.3e}")
+        raise ConfigError(f"{name} must be between -2^53 and 2^53, was an int of {value.bit_length()} bits")
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise ConfigError(f"{name} must be finite, was {value}")

@@ -370,7 +370,9 @@ def _checkpoint(path: Path, config: Config) -> dict[str, Any]:
         raise CheckpointError(f"{path} must be a checkpoint of a training, was one of {content.get('kind')}")
     for name in ("config", "model", "training"):
         if not isinstance(content.get(name), dict):
-            raise CheckpointError(f"{path} must hold {name!r}, a dict, was {type(content.get(name)).__name__}")
+            raise CheckpointError(
+                f"{path} must hold {name!r}, a dict, was {type(content.get(name)).__name__}"
+            )
     here = config.to_dict()
     for section in ("model", "normalizers"):
         there = content["config"].get(section)

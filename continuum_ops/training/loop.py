@@ -148,8 +148,10 @@ class Training:
         if not isinstance(step, int) or not 0 <= step <= self.steps:
             raise ValueError(f"step must be an int from 0 to {self.steps}, was {step!r}")
         whole = isinstance(order, Tensor) and order.dtype == torch.int64 and order.ndim == 1
-        if not whole or (len(order) and not (0 <= int(order.min()) and int(order.max()) < self.samples)):
+        if not whole or (len(order) and (int(order.min()) < 0 or int(order.max()) >= self.samples)):
             raise ValueError(f"order must be indices of {self.samples} samples")
+        if not isinstance(state["random"], dict):
+            raise ValueError("random must be the states of torch's random numbers")
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule is not None:
             if set(state["schedule"]) != set(self.schedule.state_dict()):
