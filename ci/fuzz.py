@@ -2,11 +2,11 @@
 
     python ci/fuzz.py [--seconds 60] [--first SEED] [--cases N] [--threads 1] [--record]
 
-A case is a seed: shapes (empty ones too), dtypes, and for each tensor a layout: contiguous, permuted, with gaps,
-at an offset, expanded, overlapping, or with strides beyond 2^31 elements. The result must be that of contiguous
-copies. Every sixth case has an argument of a wrong shape, dtype or number of dimensions, or values that are no
-weights, and must end in an exception or a result. A sanitizer ends the process at its first finding; the case is
-then the one in build/fuzz-cases.log, and `--first SEED --cases 1` repeats it.
+A case is a seed: shapes (empty ones too), dtypes, and for each tensor a layout: contiguous, permuted, with
+gaps, at an offset, expanded, overlapping, or with strides beyond 2^31 elements. The result must be that of
+contiguous copies. Every sixth case has an argument of a wrong shape, dtype or number of dimensions, or values
+that are no weights, and must end in an exception or a result. A sanitizer ends the process at its first
+finding; the case is then the one in build/fuzz-cases.log, and `--first SEED --cases 1` repeats it.
 """
 
 from __future__ import annotations

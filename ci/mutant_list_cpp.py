@@ -201,7 +201,7 @@ CPP = {
             "backward: dropped pair of an infinite value",
             "store(ds_out + at, §keep ? load(ds_out + at) : Vec<T>{}§);",
             "load(ds_out + at)",
-            "test_continuum_attention_edge.py test_continuum_attention_distance.py -k kernel",
+            EDGE.format("hidden_pair"),
         ),
         (
             "backward: narrow tile of the first queries",
@@ -254,7 +254,7 @@ CPP = {
             "true",
             DISTANCE.format("(turns or within)"),
         ),
-        ("distance: rim of the radius", "§r * r * slack§;", "r * r", DISTANCE.format("rim")),
+        ("distance: rim of the radius", "§r * r * slack§;", "r * r", DISTANCE.format("neighbours")),
         (
             "distance: factor 2 of the keys",
             "-= §2 * rate * sum_of_lanes<T>(key_sum)§;",

@@ -5,12 +5,12 @@
 A copy of the tree is changed, build/mutants/tree, never the checkout. All C++ mutants are built at once, each
 behind a look at the environment (CO_MUTANT=7 is mutant 7), with -O1; objects that no mutant touches are those
 of the checkout's own build where that is current. Mutants of Python and Triton are written into the copy one
-at a time. The tests must pass without a mutant first. What was found is kept in build/mutants/results.json, so
-that an interrupted run goes on.
+at a time. The tests must pass without a mutant first. What was found is kept in build/mutants/results.json,
+so that an interrupted run goes on.
 
 --short runs SHORT, a few of each language; --only those whose name contains a word; --again forgets what was
-found; --record writes the figures to bench/results/trust.json. Exit status 1: less than 95 % were killed, or a
-mutant no longer fits the source.
+found; --record writes the figures to bench/results/trust.json. Exit status 1: less than 95 % were killed, or
+a mutant no longer fits the source.
 """
 
 from __future__ import annotations

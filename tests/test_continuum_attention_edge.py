@@ -401,6 +401,17 @@ def test_a_hidden_key_does_not_set_the_scale(path, dtype, m, kind):
     torch.testing.assert_close(lse, key[..., 0], rtol=2e-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("path", ["kernel"], indirect=True)
+def test_a_hidden_pair_has_no_gradient_whatever_its_value(path):
+    """The queries that a mask keeps from a key of infinite value get the gradients of a finite one."""
+    q, k, v = qkv((1,), 20, 30, 8, 4, torch.float64)
+    mask = torch.ones(20, 30, dtype=torch.bool)
+    mask[:10, 3] = False
+    clean = results(q, k, v, None, mask)["query"]
+    v[0, 3] = math.inf
+    assert torch.equal(results(q, k, v, None, mask)["query"][0, :10], clean[0, :10])
+
+
 def test_scores_of_minus_infinity_count_as_nothing(path):
     query, value = torch.ones(1, 2, 1), draw((1, 9, 2), torch.float32, 4)
     key = torch.full((1, 9, 1), -math.inf)

@@ -19,13 +19,13 @@ F = torch.float32
 
 def continuum() -> tuple[dict[str, Any], Any]:
     q, k, v, w = torch.randn(2, 5, 4), torch.randn(2, 7, 4), torch.randn(2, 7, 3), torch.rand(2, 7)
-    options = (None,) * 7 + (1.0, 0.0, False)
-    out, lse, stats = OPS.continuum_attention_forward(q, k, v, w, *options[1:])
+    absent, options = (None,) * 6, (None, 1.0, 0.0, False)
+    out, lse, stats = OPS.continuum_attention_forward(q, k, v, w, *absent, *options)
     given = {"grad_out": torch.ones_like(out), "grad_lse": torch.ones_like(lse), "out": out, "stats": stats}
 
     def call(grad_out: Tensor, grad_lse: Tensor, out: Tensor, stats: Tensor) -> Any:
         return OPS.continuum_attention_backward(
-            grad_out, grad_lse, q, k, v, w, *options[1:6], None, out, stats, *options[6:], True, False, False
+            grad_out, grad_lse, q, k, v, w, *absent, out, stats, *options, True, False, False
         )
 
     return given, call
