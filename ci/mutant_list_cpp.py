@@ -301,7 +301,7 @@ CPP = {
             "patch: channels past the first piece",
             "from + o.point[x] + §at.c_begin * o.channel§;",
             "at.c_begin",
-            PATCH.format("drawn or feature") + " test_patch_attention_edge.py",
+            PATCH_EDGE.format("stride"),
         ),
         (
             "patch: spaced rows of the first tile",

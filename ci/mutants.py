@@ -5,8 +5,8 @@
 A copy of the tree is changed, build/mutants/tree, never the checkout. All C++ mutants are built at once, each
 behind a look at the environment (CO_MUTANT=7 is mutant 7), with -O1; objects that no mutant touches are those
 of the checkout's own build where that is current. Mutants of Python and Triton are written into the copy one
-at a time. The tests must pass without a mutant first. What was found is kept in build/mutants/results.json,
-so that an interrupted run goes on.
+at a time. The tests must pass without a mutant first. What was found is kept in build/mutants/results.json
+as long as the mutant and its file are as they were, so that an interrupted run goes on.
 
 --short runs SHORT, a few of each language; --only those whose name contains a word; --again forgets what was
 found; --record writes the figures to bench/results/trust.json. Exit status 1: less than 95 % were killed, or
@@ -281,8 +281,7 @@ class Check:
         self.passing: dict[tuple[str, str], str | None] = {}
 
     def digest(self, mutant: Mutant) -> str:
-        files = [mutant.file, *(f"tests/{w.split('::')[0]}" for w in mutant.tests.split() if ".py" in w)]
-        content = b"".join((ROOT / file).read_bytes() for file in files)
+        content = (ROOT / mutant.file).read_bytes()
         return hashlib.sha256(content + repr(mutant).encode()).hexdigest()[:16]
 
     def complaint(self, mutant: Mutant) -> str | None:
