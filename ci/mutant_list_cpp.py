@@ -13,7 +13,7 @@ PATCH = "test_patch_attention.py -k '{}'"
 PATCH_EDGE = "test_patch_attention_edge.py -k '{}'"
 POSITION = "test_position_attention.py -k 'kernel and ({})'"
 POSITION_EDGE = "test_position_attention_edge.py -k 'kernel and ({})'"
-GALERKIN = "test_galerkin_attention.py -k 'not compile and not memory and not many'"
+GALERKIN = "test_galerkin_attention.py -k 'values or expanded or equal_weights'"
 FOURIER = "test_fourier_patch_attention.py -k 'instruction_set or definition or gradients'"
 
 BOTH = CONTINUUM.format("(causal or odd or feature)")

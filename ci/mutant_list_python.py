@@ -22,9 +22,9 @@ TRITON = {
             VALUES.format("maximum_arrives_late and not many"),
         ),
         (
-            "triton forward: end of the diagonal tiles",
-            "end = tl.minimum(M, first + §QUERIES§)",
-            "QUERIES - 1",
+            "triton forward: diagonal tile taken for full",
+            "full = tl.minimum(M, first + §1§) // KEYS * KEYS",
+            "QUERIES",
             VALUES.format("values and causal"),
         ),
         (

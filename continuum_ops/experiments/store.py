@@ -93,7 +93,7 @@ def _drawn(source: Source, split: Split, indices: list[int], workers: int) -> It
 
 def _load(path: Path, n: int, source: Source, split: Split) -> Tensors:
     content = load_checkpoint(path)
-    tensors = content.get("tensors")
+    tensors: Any = content.get("tensors")
     if content.get("kind") != "samples" or not _fit(tensors, n, source, split):
         raise CheckpointError(f"{path} does not hold {n} samples: delete it, and it is drawn again")
     return tensors
