@@ -1,5 +1,6 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
 #   make demo | test | test-models | kill-test | lint | packaging | docs | asan | cuda | bench | clean
+#   make mutants | fuzz | hostile | nox       checks of trust; see CONTRIBUTING.md
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
 #   PYTHON=python3.12       the interpreter that .venv is made of
 #   WORKERS=4               processes that run the tests, one thread each
@@ -48,6 +49,23 @@ docs: $(STAMP)
 asan: $(STAMP)
 	WORKERS=$(WORKERS) bash ci/sanitized_tests.sh $(BIN)/python
 
+.PHONY: mutants fuzz hostile nox
+# About an hour on one core; what was found already is kept.
+mutants: $(STAMP)
+	$(BIN)/python ci/mutants.py --record
+
+SECONDS ?= 1200
+fuzz: $(STAMP)
+	bash ci/fuzz.sh $(BIN)/python $(SECONDS) --record
+
+hostile: $(STAMP)
+	$(PYTEST) tests/test_hostile_files.py tests/test_native_arguments.py
+
+# Each Python that is there, in a new environment: torch is downloaded for each.
+nox: $(STAMP)
+	$(PIP) nox
+	TORCH="$(TORCH)" $(BIN)/python -m nox
+
 cuda: $(STAMP)
 	$(BIN)/python ci/check_cuda.py
 
@@ -75,7 +93,7 @@ $(PREFLIGHT)/ready:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PREFLIGHT) gpu_check build dist *.egg-info continuum_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PREFLIGHT) .nox gpu_check build dist *.egg-info continuum_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without ensurepip (Debian: python3-venv) a venv is left half made; the next run must not take it for a whole one.

@@ -16,7 +16,8 @@ Environment: CXX, MAX_JOBS              compiler (default c++), parallel compila
              CONTINUUM_OPS_CUDA=0 | 1   without the CUDA kernels, or with them in any case
              CUDA_HOME                  the CUDA toolkit (default: /usr/local/cuda, or nvcc's own)
              TORCH_CUDA_ARCH_LIST       architectures, as torch reads it (default "8.0;9.0;10.0+PTX")
-             CONTINUUM_OPS_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
+             CONTINUUM_OPS_SANITIZE=1 | thread   AddressSanitizer and UndefinedBehaviorSanitizer, or
+                                        ThreadSanitizer (GCC)
 """
 
 import importlib.util
@@ -37,7 +38,8 @@ from setuptools.command.dist_info import dist_info
 ROOT = Path(__file__).resolve().parent
 ON = ("1", "true", "yes")
 NO_EXT = os.environ.get("CONTINUUM_OPS_NO_EXT", "").lower() in ON
-SANITIZE = os.environ.get("CONTINUUM_OPS_SANITIZE", "").lower() in ON
+SANITIZE = os.environ.get("CONTINUUM_OPS_SANITIZE", "").lower()
+SANITIZE = {"thread": "thread", **dict.fromkeys(ON, "address,undefined")}.get(SANITIZE, "")
 CUDA = os.environ.get("CONTINUUM_OPS_CUDA", "auto").lower()
 CXX = os.environ.get("CXX", "c++")
 TORCH_MINIMUM = (2, 11)
@@ -80,7 +82,7 @@ CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 WARNINGS = "-Wall -Wno-psabi -Wno-uninitialized"
 COMMON = f"-std=c++17 -fPIC -fvisibility=hidden {WARNINGS}"
 OPTIMISED = "-O3 -DNDEBUG"
-SANITIZER = "-fsanitize=address,undefined"
+SANITIZER = f"-fsanitize={SANITIZE}"
 SANITIZED = f"-g -O1 -fno-omit-frame-pointer {SANITIZER} -fno-sanitize-recover=undefined"
 
 
@@ -261,7 +263,7 @@ class NinjaBuild(build_ext):
     def build_extension(self, ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        kind = "-sanitized" * SANITIZE
+        kind = f"-{SANITIZE.partition(',')[0]}" if SANITIZE else ""
         cuda = ext.name.endswith("_C_cuda")
         tag = "cuda" if cuda else sys.implementation.cache_tag
         build = ROOT / "build" / f"ninja-{sysconfig.get_platform()}-{tag}{kind}"

@@ -252,6 +252,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                         {query_pos, key_pos, rate, radius, period}, seed, scale, dropout_p, is_causal);
   const AttentionProblem& a = problem.a;
   const ScalarType acc = accumulation_type(a.dtype);
+  std::vector<int64_t> sizes = sizes_of(query, query.dim() - 1);
+  if (grad_lse) check_is(*grad_lse, acc, sizes, "grad_lse: of lse's dtype and sizes");
+  sizes.push_back(2);
+  check_is(stats, acc, sizes, "stats: as the forward op returned it");
+  sizes.back() = a.dv;
+  check_is(out, query.scalar_type(), sizes, "out: as the forward op returned it");
+  check_is(grad_out, query.scalar_type(), sizes, "grad_out: of out's dtype and sizes");
   auto zeros = [&](const Tensor& like) { return new_cleared(query, sizes_of(like, like.dim()), acc); };
   Tensor grad_query = new_tensor(sizes_of(query, query.dim()), acc);
   Tensor grad_key = zeros(key), grad_value = zeros(value);

@@ -95,8 +95,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
   const Problem problem(query, key, value, weights);
   const GalerkinProblem& p = problem.p;
   const GalerkinAttentionKernels& kernels = galerkin_attention_kernels();
-  STD_TORCH_CHECK(grad_out.scalar_type() == problem.type && grad_out.size(grad_out.dim() - 2) == p.n &&
-                  grad_out.size(grad_out.dim() - 1) == p.dv, "grad_out: (*L, N, Dv), query's dtype");
+  std::vector<int64_t> sizes = problem.shape;
+  sizes.push_back(p.n), sizes.push_back(p.dv);
+  check_is(grad_out, problem.type, sizes, "grad_out: (*L, N, Dv), query's dtype");
   const std::vector<int64_t> offsets = lead_offsets(grad_out, 2, problem.shape);
   weights_grad &= weights.has_value();
   auto like = [&](const Tensor& t) { return new_tensor(sizes_of(t, t.dim()), problem.type); };

@@ -19,6 +19,8 @@ PYBIND11_MODULE(_C, m) {
     info["torch_target_version"] = CO_STRING(TORCH_TARGET_VERSION);
 #if defined(__SANITIZE_ADDRESS__)
     info["sanitizer"] = "address";
+#elif defined(__SANITIZE_THREAD__)
+    info["sanitizer"] = "thread";
 #endif
     return info;
   });

@@ -250,6 +250,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
                                                     const Tensor& probabilities, const std::vector<bool>& needs) {
   const Problem<T> a(x);
   STD_TORCH_CHECK(needs.size() == 4, "needs: one for each of query, key, value, weights");
+  std::vector<int64_t> sizes = shape_of(x.query);
+  sizes.back() = a.value.operand.channels;
+  check_is(grad_out, x.query.scalar_type(), sizes, "grad_out: of out's dtype and sizes");
+  if (grad_lse) check_is(*grad_lse, a.acc, {a.batch, a.heads, a.rows}, "grad_lse: of lse's dtype and sizes");
   STD_TORCH_CHECK(probabilities.is_contiguous() && probabilities.scalar_type() == a.acc &&
                   probabilities.numel() == (a.kept() ? a.numel() : 0), "probabilities: as the forward op returned them");
   const bool weights_grad = needs[3] && a.weights, scores = needs[0] || needs[1] || weights_grad;

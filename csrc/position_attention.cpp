@@ -408,6 +408,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   const bool scores = needs[0] || needs[1] || needs[3] || weights_grad;
   BackwardRun<T> run(x, needs[2], scores);
   const ScalarType type = run.problem.type;
+  const PositionProblem& a = run.problem.a;
+  const int64_t groups = run.problem.groups;
+  check_is(grad_out, x.value.scalar_type(), {run.problem.batch, a.heads, a.n, a.c}, "grad_out: of out's dtype and sizes");
+  check_is(out, x.value.scalar_type(), {run.problem.batch, a.heads, a.n, a.c}, "out: as the forward op returned it");
+  check_is(stats, type, {groups, a.heads, a.n, 2}, "stats: as the forward op returned it");
+  if (grad_lse) check_is(*grad_lse, type, {groups, a.heads, a.n}, "grad_lse: of lse's dtype and sizes");
   auto cleared = [&](const View& like) { return new_cleared(x.like, like.own_sizes(), type); };
   auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
   auto single = [&](const View& t) { return t.size(0) == 1 && run.problem.groups != 0; };

@@ -140,6 +140,11 @@ class View {
   int64_t dims_, one_, sizes_[AXES] = {}, strides_[AXES] = {};
 };
 
+// Throws unless t has this dtype and these sizes: a backward op reads its gradients and results by the sizes of its inputs.
+inline void check_is(const Tensor& t, ScalarType type, const std::vector<int64_t>& sizes, const char* message) {
+  STD_TORCH_CHECK(t.scalar_type() == type && t.dim() == int64_t(sizes.size()) && sizes_of(t, t.dim()) == sizes, message);
+}
+
 // A contiguous CPU tensor of zeros, float or double.
 inline Tensor new_cleared(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   int64_t bytes = element_size(type);

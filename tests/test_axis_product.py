@@ -9,7 +9,7 @@ from continuum_ops.ops import _grid_product  # noqa: F401  its schemas
 KERNELS = extension()[0]
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the compiled extension is not built")
 
-# before, m, n, columns: whole panels and broken ones, several depths and blocks, nothing at all
+# before, m, n, columns: whole panels and broken ones, several depths, blocks and parts, nothing at all
 SHAPES = [
     (1, 24, 128, 512),
     (6, 128, 128, 64),
@@ -19,6 +19,7 @@ SHAPES = [
     (2, 1, 1, 31),
     (5, 300, 270, 16),
     (9, 30, 577, 3),
+    (2, 5, 9, 900),
     (1, 0, 4, 5),
     (3, 4, 0, 6),
     (2, 3, 4, 0),

@@ -226,6 +226,16 @@ def test_radius_zero_and_the_rim(path):
     assert out[2].tolist() == [0.0, 0.0] and lse[2] == -math.inf
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_equidistant_neighbours_are_in_together(path, steps):
+    """On points i / 10 some distances round above the radius that they are at: all of them count."""
+    x = (torch.arange(11, dtype=torch.float64) / 10).float()[:, None]
+    q, k, v = qkv((), 11, 11, 2, 2)
+    _, lse = attend(q, k, v, query_pos=x, key_pos=x, radius=float(x[steps]), scale=0.0)
+    count = [sum(abs(i - j) <= steps for j in range(11)) for i in range(11)]
+    torch.testing.assert_close(lse, torch.tensor(count, dtype=torch.float64).log().float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=names)
 def test_an_offset_of_the_coordinates_changes_nothing(path, dtype):
     """Coordinates in steps of 1/64, which float32 holds at an offset of 1e5 as well: the same bits."""

@@ -227,6 +227,15 @@ def test_strided_inputs_and_two_layouts_in_a_row(path, dtype):
     assert_near(results(q, k, v, w), clean)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+def test_keys_and_values_by_columns(path, dtype):
+    """A row of key or value is not contiguous: (B, D, M) storage seen as (B, M, D)."""
+    q, w = draw((2, 20, 16), dtype), draw((2, 72), positive=True)
+    k, v = draw((2, 16, 72), dtype, 1).mT, draw((2, 8, 72), dtype, 2).mT
+    check(q, k, v, w)
+    assert_near(results(q, k, v), results(q, k.contiguous(), v.contiguous()))
+
+
 @pytest.mark.parametrize("loss", ["cat", "sum", "transpose", "slice"])
 def test_strided_gradients(path, loss):
     """CASES 9: the gradient of the output arrives sliced, expanded or transposed."""
@@ -295,6 +304,23 @@ def test_maximum_arrives_late(path, dtype, deviation):
     slope = torch.linspace(-deviation, deviation, 1030, dtype=torch.float64)
     q[..., 0], k[..., 0] = 1.0, slope * 8**0.5
     check(q.to(dtype), k.to(dtype), v.to(dtype), draw((1030,), positive=True))
+
+
+@pytest.mark.parametrize("row", [0, 20, 40, 69])
+def test_one_query_with_a_late_maximum(path, row):
+    """Whichever vector of a block it is in: the scores of the others are all 0."""
+    q, k, v = torch.zeros(1, 70, 4), torch.zeros(1, 130, 4), draw((1, 130, 4))
+    q[0, row, 0] = 1.0
+    k[0, :, 0] = torch.linspace(-300, 300, 130)
+    check(q, k, v, scale=1.0)
+
+
+@pytest.mark.parametrize("size", [30.0, 100.0, 300.0])
+def test_logits_around_the_largest_exponents(path, size):
+    """Many queries and keys, where a bound of the scores may replace their maximum."""
+    q, k, v = qkv((1,), 20, 600, 4, 4)
+    q, k = size * q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    check(q, k, v, scale=1.0)
 
 
 def test_graded_weights_do_not_hide_the_maximum(path):
@@ -373,6 +399,17 @@ def test_a_hidden_key_does_not_set_the_scale(path, dtype, m, kind):
     out, lse = attend(query, key, value, scale=1.0, **options)
     torch.testing.assert_close(out, value, rtol=0, atol=1e-6)
     torch.testing.assert_close(lse, key[..., 0], rtol=2e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["kernel"], indirect=True)
+def test_a_hidden_pair_has_no_gradient_whatever_its_value(path):
+    """The queries that a mask keeps from a key of infinite value get the gradients of a finite one."""
+    q, k, v = qkv((1,), 20, 30, 8, 4, torch.float64)
+    mask = torch.ones(20, 30, dtype=torch.bool)
+    mask[:10, 3] = False
+    clean = results(q, k, v, None, mask)["query"]
+    v[0, 3] = math.inf
+    assert torch.equal(results(q, k, v, None, mask)["query"][0, :10], clean[0, :10])
 
 
 def test_scores_of_minus_infinity_count_as_nothing(path):

@@ -178,6 +178,12 @@ def test_expanded_and_permuted_inputs():
     check([q, k.contiguous(), v.contiguous(), w.expand(4, 4, 6)], 2)
 
 
+def test_many_channels_at_a_stride():
+    """More channels than are packed together, each far from the next."""
+    q, k, v = (draw((1, 150, 4, 6, 2), seed=s).permute(0, 2, 3, 4, 1) for s in (1, 2, 3))
+    check([q, k, v, draw((4, 6), seed=4, positive=True)], 2)
+
+
 @pytest.mark.parametrize("how", ["cat", "expanded", "permuted"])
 def test_strided_grad_output(how):
     """CASES 9."""

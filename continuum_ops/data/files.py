@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ..mesh import Grid
+from ._mat5 import check as check_mat5
 from .functions import FunctionPairs
 from .trajectories import check_dtype, check_int
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
 FORMATS = ".npy, .npz, .mat, .h5 / .hdf5 or .pt"
+NUMBERS = "biufc"  # numpy's kinds; not times, whose unit a tensor cannot hold
 
 
 def read_arrays(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -46,8 +48,9 @@ def read_arrays(path: str | os.PathLike[str], names: Sequence[str] | None = None
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is none of these, is damaged, or holds pickled objects; a name that it does not
-            have, or that is not an array of numbers.
+        ValueError: the file is none of these, is damaged or larger than memory, holds pickled objects, or
+            names data in another file (HDF5); a name that it does not have, or that is not an array of
+            numbers, such as an array of times with a unit.
         TypeError: names that are not a sequence of names.
         ImportError: without scipy for .mat, h5py for version 7.3 and .h5.
     """
@@ -57,8 +60,10 @@ def read_arrays(path: str | os.PathLike[str], names: Sequence[str] | None = None
     reader = _reader(path)
     try:
         return reader(path, names)
-    except (ImportError, MemoryError, _Refused):
+    except (ImportError, _Refused):
         raise
+    except MemoryError as error:  # a damaged file may ask for any size
+        raise ValueError(f"{path} is damaged or too large for this machine: {error}") from error
     except Exception as error:  # the libraries raise what they happen to meet in a damaged file
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
@@ -143,6 +148,8 @@ Reader = Callable[[Path, "Sequence[str] | None"], dict[str, Tensor]]
 
 
 def _reader(path: Path) -> Reader:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} must be a {FORMATS} file, it is no regular file")
     with path.open("rb") as file:
         head = file.read(520)
     if not head:
@@ -165,6 +172,8 @@ def _read_npy(path: Path, names: Sequence[str] | None) -> dict[str, Tensor]:
         values = np.load(path, allow_pickle=False)
     except ValueError as error:
         raise _pickled(path, error) from error
+    if values.dtype.kind not in NUMBERS:
+        raise _Refused(f"{path} must hold an array of numbers, it holds {values.dtype}")
     return _chosen(path, {path.stem: values}, names)
 
 
@@ -218,6 +227,9 @@ def _read_mat(path: Path, names: Sequence[str] | None) -> dict[str, Tensor]:
         from scipy.io import loadmat
     except ImportError as error:
         raise ImportError('a .mat file needs scipy: pip install "continuum_ops[files]"') from error
+    with path.open("rb") as file:
+        if file.read(10) == b"MATLAB 5.0":
+            check_mat5(path)
     content = loadmat(path)
     return _chosen(path, {name: content[name] for name in content if not name.startswith("__")}, names)
 
@@ -232,6 +244,8 @@ def _read_hdf5(path: Path, names: Sequence[str] | None, matlab: bool = False) ->
 
         def visit(name: str, entry: Any) -> None:
             if isinstance(entry, h5py.Dataset) and not name.startswith("#"):
+                if entry.external or entry.is_virtual:
+                    raise _Refused(f"{name!r} of {path} names data in another file, which are not read")
                 found[name] = entry
 
         file.visititems(visit)
@@ -274,6 +288,6 @@ def _chosen(
 def _tensor(values: Any) -> Tensor | None:
     if isinstance(values, Tensor):
         return values.contiguous()
-    if values.dtype.kind not in "biufc":
+    if values.dtype.kind not in NUMBERS:
         return None
     return torch.from_numpy(np.require(values, values.dtype.newbyteorder("="), ["C", "W"]))

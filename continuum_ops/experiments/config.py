@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import stat
 import sys
 import typing
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .sources import SOURCES, Source
+
+MOST_BYTES = 2**20  # of a configuration file
+LARGEST_INT = 2**53  # what float64, and so JSON, holds exactly
 
 
 class ConfigError(ValueError):
@@ -220,15 +224,23 @@ def read_file(path: Path) -> dict[str, Any]:
         ImportError: Python 3.10 without tomli.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # a pipe would be waited for
+            raise ConfigError(f"{path} cannot be read: it is no regular file")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"{path} cannot be read: a configuration has at most {MOST_BYTES:,} bytes")
     try:
+        text = data.decode()
         content = json.loads(text) if path.suffix == ".json" else parse_toml(text)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} cannot be read: its tables or lists are nested too deeply") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a table, was a {type(content).__name__}")
     return content
@@ -308,6 +320,8 @@ def _value(name: str, kind: Any, value: Any) -> Any:
         return tuple(_value(f"{name}[{i}]", inner, v) for i, v in enumerate(value))
     if origin is dict:
         return _mapping(name, value)
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ConfigError(f"{name} must be between -2^53 and 2^53, was an int of {value.bit_length()} bits")
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise ConfigError(f"{name} must be finite, was {value}")

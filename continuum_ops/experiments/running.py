@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -203,13 +204,15 @@ def open_run(folder: str | Path, checkpoint: str | Path | None = None) -> Run:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; the last one may have been cut off and is then left out."""
+    """The lines of a log up to the first that is none; the last one may have been cut off."""
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            entries.append(json.loads(line))
-        except ValueError:
+            entry = json.loads(line)
+            math.isfinite(entry["step"] + entry["seconds"])
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             break
+        entries.append(entry)
     return entries
 
 
@@ -405,9 +408,17 @@ def _checkpoint(path: Path, config: Config) -> dict[str, Any]:
     content = load_checkpoint(path)
     if content.get("kind") != "training":
         raise CheckpointError(f"{path} must be a checkpoint of a training, was one of {content.get('kind')}")
+    for name in ("config", "model", "training"):
+        if not isinstance(content.get(name), dict):
+            raise CheckpointError(
+                f"{path} must hold {name!r}, a dict, was {type(content.get(name)).__name__}"
+            )
     here = config.to_dict()
     for section in ("model", "normalizers"):
-        different = list(_differences(content["config"][section], here[section], f"{section}."))
+        there = content["config"].get(section)
+        if not isinstance(there, dict):
+            raise CheckpointError(f"{path} must hold {section!r} of its configuration, was {there!r}")
+        different = list(_differences(there, here[section], f"{section}."))
         if different:
             raise CheckpointError(f"{path} is a checkpoint of another model ({'; '.join(different)})")
     return content
@@ -418,13 +429,19 @@ def _restore(path: Path, config: Config, operator: Operator, training: Training,
     different = list(_differences(content["config"], config.to_dict()))
     if different:
         raise CheckpointError(f"{path} is a checkpoint of another configuration ({'; '.join(different)})")
-    state = content["training"]
-    if len(state["random"]) != processes.size:
+    state, random = content["training"], content["training"].get("random")
+    if not isinstance(random, list | tuple) or len(random) != processes.size:
+        there = len(random) if isinstance(random, list | tuple) else "no"
         raise CheckpointError(
-            f"{path} is a checkpoint of a training by {len(state['random'])} processes, not {processes.size}"
+            f"{path} is a checkpoint of a training by {there} processes, not {processes.size}"
         )
     load_model(operator, content["model"], path)
-    training.load_state_dict({**state, "random": state["random"][processes.rank]})
+    try:
+        training.load_state_dict({**state, "random": random[processes.rank]})
+    except Exception as error:  # torch's optimisers and schedules look at little before they use it
+        raise CheckpointError(
+            f"{path} does not fit this training: {type(error).__name__}: {error}".splitlines()[0]
+        ) from error
 
 
 def _device(config: Config) -> torch.device:

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..training import CheckpointError, load_checkpoint, save_checkpoint
 from ..training.progress import progress_bar, require
@@ -52,7 +54,7 @@ def generate(source: Source, split: Split, folder: str | Path | None, workers: i
     for i, path in enumerate(paths):
         if i not in found:
             assert path is not None
-            found[i] = _load(path, chunks[i][1])
+            found[i] = _load(path, chunks[i][1], source, split)
     return {name: torch.cat([found[i][name] for i in range(len(chunks))]) for name in found[0]}
 
 
@@ -89,9 +91,23 @@ def _drawn(source: Source, split: Split, indices: list[int], workers: int) -> It
             yield running[done], done.result()
 
 
-def _load(path: Path, n: int) -> Tensors:
+def _load(path: Path, n: int, source: Source, split: Split) -> Tensors:
     content = load_checkpoint(path)
-    tensors = content.get("tensors")
-    if content.get("kind") != "samples" or not tensors or any(len(t) != n for t in tensors.values()):
+    tensors: Any = content.get("tensors")
+    if content.get("kind") != "samples" or not _fit(tensors, n, source, split):
         raise CheckpointError(f"{path} does not hold {n} samples: delete it, and it is drawn again")
     return tensors
+
+
+def _fit(tensors: Any, n: int, source: Source, split: Split) -> bool:
+    """Whether these are n finite samples of a source; those of a test have other points."""
+    shapes = source.shapes()
+    if not isinstance(tensors, dict) or set(tensors) != set(shapes):
+        return False
+    for name, shape in shapes.items():
+        t = tensors[name]
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim != len(shape) + 1 or len(t) != n:
+            return False
+        if (split != "test" and tuple(t.shape[1:]) != shape) or not bool(t.isfinite().all()):
+            return False
+    return True

@@ -138,12 +138,26 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, the random numbers too. The model's parameters are the caller's to load."""
+        """Go on from a state, the random numbers too. The model's parameters are the caller's to load.
+
+        Raises:
+            ValueError: a step, an order of the samples or a schedule that are not of this training. What
+                else does not fit, torch or Python refuse.
+        """
+        step, order = state["step"], state["order"]
+        if not isinstance(step, int) or not 0 <= step <= self.steps:
+            raise ValueError(f"step must be an int from 0 to {self.steps}, was {step!r}")
+        whole = isinstance(order, Tensor) and order.dtype == torch.int64 and order.ndim == 1
+        if not whole or (len(order) and (int(order.min()) < 0 or int(order.max()) >= self.samples)):
+            raise ValueError(f"order must be indices of {self.samples} samples")
+        if not isinstance(state["random"], dict):
+            raise ValueError("random must be the states of torch's random numbers")
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule is not None:
+            if set(state["schedule"]) != set(self.schedule.state_dict()):
+                raise ValueError("schedule must be the state of the same schedule")
             self.schedule.load_state_dict(state["schedule"])
-        self.step = state["step"]
-        self.order = state["order"]
+        self.step, self.order = step, order
         self.history = [dict(entry) for entry in state["history"]]
         if self.generator is not None:
             self.generator.set_state(state["generator"])
