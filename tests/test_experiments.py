@@ -68,9 +68,20 @@ def test_the_papers_settings_are_whole() -> None:
         "galerkin-darcy": 2_217_565,
         "fourier-darcy": 2_217_565,
         "galerkin-darcy-inverse": 2_384_833,
+        "fourier-darcy-inverse": 2_384_833,
         "pit-darcy": 313_613,
+        "pit-inviscid-burgers": 95_503,
+        "pit-shock-tube": 95_631,
+        "pit-vorticity": 1_252_103,
+        "pit-joukowski": 1_250_061,
+        "pit-elastic-cell": 6_586_929,
+        "tno-darcy64": 598_145,
+        "vitno-darcy416-lognormal": 835_201,
+        "fano-darcy416-lognormal": 95_868_801,
         "vitno-darcy416": 835_201,
         "fano-darcy416": 95_868_801,
+        "vitno-kolmogorov": 835_201,
+        "fano-kolmogorov": 95_868_801,
     }
     assert set(parameters) == set(EXPERIMENTS) == set(TINY)
     for name, count in parameters.items():
@@ -82,6 +93,11 @@ def test_the_papers_settings_are_whole() -> None:
     assert load("galerkin-burgers").training.steps == 100 * 1024 // 8
     assert load("galerkin-darcy").training.steps == 100 * 1024 // 4
     assert load("pit-darcy").training.steps == 500 * 1024 // 8
+    assert load("pit-inviscid-burgers").training.steps == 500 * 950 // 5
+    assert load("pit-elastic-cell").training.steps == 500 * 1000 // 10
+    # PiT table 6: eight flows of 20 steps in time each.
+    vorticity = load("pit-vorticity")
+    assert vorticity.training.batch_size == 8 * (vorticity.data.snapshots - vorticity.data.history)
 
 
 class _Addresses(HTMLParser):

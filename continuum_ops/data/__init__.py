@@ -13,6 +13,7 @@ from .files import grid_pairs, read_arrays
 from .functions import FunctionPairs, ScatteredPairs
 from .inviscid_burgers import inviscid_burgers
 from .joukowski import joukowski_airfoil
+from .layouts import FieldSeries, read_pdebench, read_the_well
 from .lorenz63 import lorenz63
 from .navier_stokes import VorticityData, kolmogorov, solve_vorticity, vorticity
 from .shock_tube import shock_tube
@@ -21,6 +22,7 @@ from .trajectories import Trajectories, uneven_times, uniform_times
 __all__ = [
     "BurgersData",
     "DarcyFlow",
+    "FieldSeries",
     "FunctionPairs",
     "ScatteredPairs",
     "Trajectories",
@@ -35,6 +37,8 @@ __all__ = [
     "kolmogorov",
     "lorenz63",
     "read_arrays",
+    "read_pdebench",
+    "read_the_well",
     "shock_tube",
     "solve_darcy",
     "solve_vorticity",

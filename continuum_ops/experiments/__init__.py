@@ -13,9 +13,12 @@
 """
 
 from .config import Config, ConfigError, config_from
+from .conservation_laws import InviscidBurgers, ShockTube
 from .evaluation import Evaluation, evaluate
+from .navier_stokes import Kolmogorov, Vorticity
 from .presets import EXPERIMENTS, experiment_names, load
 from .running import Run, open_run, predict, read_log, train
+from .scattered import ElasticCell, JoukowskiAirfoil
 from .sources import SOURCES, Case, Samples, Source
 from .store import SPLITS, generate
 
@@ -26,10 +29,16 @@ __all__ = [
     "Case",
     "Config",
     "ConfigError",
+    "ElasticCell",
     "Evaluation",
+    "InviscidBurgers",
+    "JoukowskiAirfoil",
+    "Kolmogorov",
     "Run",
     "Samples",
+    "ShockTube",
     "Source",
+    "Vorticity",
     "config_from",
     "evaluate",
     "experiment_names",
