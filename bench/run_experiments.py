@@ -7,9 +7,9 @@
 Each finished run is an entry of bench/results/experiments-<machine>.json, written at once: an interrupted
 call goes on where it stopped, inside a training too. An entry whose settings are no longer those of its
 experiment is made anew. "constant" is the error of the mean of the training targets at each point (with one
-mesh per sample: over all points), and the factor is that error divided by the model's. Seconds are those of
-the wall clock with one thread; other processes may share the machine, so they say no more than an order of
-magnitude.
+mesh per sample: over all points), and the factor is that error divided by the model's. Seconds of CPU
+time are those of the training, one thread; the file has those of the wall clock too, which other processes
+share and may stop.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
         rows[name] = run(name, options.work)
         document["rows"] = [rows[n] for n in EXPERIMENTS if n in rows]
         harness.write_json(path, document)
-        print(f"{name}: factor {rows[name]['factor']:.1f}, {rows[name]['seconds']:.0f} s", flush=True)
+        print(f"{name}: factor {rows[name]['factor']:.1f}", flush=True)
     if path.exists():
         print(render(json.loads(path.read_text())))
 
@@ -149,6 +149,7 @@ SHOWN = {
     "data.resolution": "grid",
     "data.sigma": "sigma",
     "data.tau": "tau",
+    "data.length_scale": "length scale",
     "data.snapshots": "snapshots",
     "model.d_model": "channels",
     "model.width": "channels",
@@ -174,7 +175,7 @@ def render(document: Mapping[str, Any]) -> str:
                 f"{100 * row['constant']:.1f} %",
                 f"{row['factor']:.1f}"
                 + ("" if row["factor"] >= row["wanted"] else f", below {row['wanted']:g}"),
-                f"{row['seconds']:.0f}",
+                "" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.0f}",
                 ("" if paper["error"] is None else f"{100 * paper['error']:.3g} % ") + f"({paper['what']})",
                 "; ".join(differs),
             ]
@@ -185,7 +186,7 @@ def render(document: Mapping[str, Any]) -> str:
         "mean (median) error",
         "constant predictor",
         "factor",
-        "s",
+        "CPU s",
         "paper",
         "paper's settings → these",
     ]

@@ -79,7 +79,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "pit-joukowski": {
         "data": {**FIELDS, "points": 64, "resolutions": [80]},
-        "model": {**SMALL_PIT, "latent": 16},
+        "model": {**SMALL_PIT, "latent": 16},  # farthest points of each mesh
     },
     "pit-elastic-cell": {"data": {**FIELDS, "points": 150, "resolutions": [160]}, "model": SMALL_PIT},
     "tno-darcy64": {

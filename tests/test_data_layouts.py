@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from continuum_ops.data import read_pdebench, read_the_well
+from continuum_ops.cli import main
+from continuum_ops.data import layout_of, read_pdebench, read_the_well
 
 h5py = pytest.importorskip("h5py", reason="the extra files")
 
@@ -219,3 +220,48 @@ def test_one_layout_for_another(tmp_path: Path) -> None:
 def test_the_well_files_that_do_not_fit(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         read_the_well(the_well(tmp_path / "x.hdf5", **changes))
+
+
+def call(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(path)])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a file holds; and one line and exit code 2 for a file that is damaged, foreign or not there."""
+    code, out, _ = call(capsys, flow(tmp_path / "a.hdf5"))
+    assert code == 0
+    assert out.splitlines() == [
+        "layout  PDEBench",
+        "fields  Vx, density",
+        "grid    6 x 4, cell, cell",
+        "frames  5, t = 0 to 0.8",
+    ]
+    code, out, _ = call(capsys, the_well(tmp_path / "b.hdf5"))
+    assert code == 0 and out.startswith("layout  The Well\nfields  pressure, depth, profile, velocity_0")
+    np.savez(tmp_path / "c.npz", a=STATIC, b=np.arange(3))
+    code, out, _ = call(capsys, tmp_path / "c.npz")
+    assert code == 0 and [line.split(maxsplit=1) for line in out.splitlines()] == [
+        ["a", "(3, 6, 4) float64"],
+        ["b", "(3,) int64"],
+    ]
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file["u"] = STATIC
+    assert layout_of(tmp_path / "d.h5") is None
+    assert call(capsys, tmp_path / "d.h5")[1].split() == ["u", "(3,", "6,", "4)", "float64"]
+
+    whole = (tmp_path / "a.hdf5").read_bytes()
+    (tmp_path / "a.hdf5").write_bytes(whole[: len(whole) // 2])
+    np.save(tmp_path / "e.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "f.h5").write_bytes(b"<html>not found</html>")
+    for name, message in (
+        ("a.hdf5", "is damaged"),
+        ("e.npy", "holds pickled objects, which are not read"),
+        ("f.h5", "must be an HDF5 file, its first bytes are"),
+        ("g.h5", "g.h5: no such file"),
+    ):
+        code, out, err = call(capsys, tmp_path / name)
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert err.startswith("Error: ") and message in err

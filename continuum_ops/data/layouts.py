@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -144,6 +144,23 @@ def read_the_well(
             for name in _wanted(path, found, fields)
         }
         return _series(path, grid, times, parts, dtype)
+
+
+def layout_of(path: str | os.PathLike[str]) -> Literal["pdebench", "the_well"] | None:
+    """Which of the two layouts an HDF5 file has, None: neither.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no HDF5 file or is damaged.
+        ImportError: without h5py.
+    """
+    with _opened(path) as file:
+        if "dimensions" in file and "t0_fields" in file:
+            return "the_well"
+        groups = [name for name in file if name.isdigit()]
+        if "x-coordinate" in file or {"velocity", "t"} <= set(file) or (groups and "data" in file[groups[0]]):
+            return "pdebench"
+        return None
 
 
 class _Layout(ValueError):
