@@ -57,17 +57,6 @@ class Samples(NamedTuple):
         )
 
 
-def one_each(mesh: Mesh) -> bool:
-    """Whether every sample has a mesh of its own, points (n, N, d)."""
-    return isinstance(mesh, PointCloud) and mesh.points.ndim == 3
-
-
-def _each(mesh: Mesh, function: Callable[[Tensor], Tensor]) -> Mesh:
-    if not one_each(mesh):
-        return mesh
-    return PointCloud(function(mesh.points), function(mesh.weights.expand(mesh.points.shape[:-1])))
-
-
 @dataclass(frozen=True)
 class Source(ABC):
     """A data set: how many samples, and what decides them.
@@ -397,6 +386,17 @@ class Darcy(Source):
         points = torch.stack([chosen // nodes, chosen % nodes], 1).double() / (nodes - 1)
         cloud = PointCloud.voronoi(points, bounds=torch.tensor([[0.0, 1.0], [0.0, 1.0]]).double())
         return chosen, cloud.to(dtype=torch.float32)
+
+
+def one_each(mesh: Mesh) -> bool:
+    """Whether every sample has a mesh of its own, points (n, N, d)."""
+    return isinstance(mesh, PointCloud) and mesh.points.ndim == 3
+
+
+def _each(mesh: Mesh, function: Callable[[Tensor], Tensor]) -> Mesh:
+    if not one_each(mesh):
+        return mesh
+    return PointCloud(function(mesh.points), function(mesh.weights.expand(mesh.points.shape[:-1])))
 
 
 def _square(n: int, kind: str) -> Grid:
