@@ -149,6 +149,7 @@ SHOWN = {
     "data.resolution": "grid",
     "data.sigma": "sigma",
     "data.tau": "tau",
+    "data.constant_mode": "constant mode",
     "data.length_scale": "length scale",
     "data.snapshots": "snapshots",
     "model.d_model": "channels",
@@ -194,6 +195,8 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "default" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 

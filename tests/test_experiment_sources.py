@@ -95,9 +95,11 @@ def test_frames_of_the_vorticity() -> None:
 def test_laws_of_the_darcy_coefficient() -> None:
     source = source_of("tno-darcy64")
     drawn = source.draw(2, 5, "train")
-    expected = data.darcy(2, 17, seed=5, constant_mode=False, coefficient="lognormal", sigma=12.0, tau=6.0)
+    expected = data.darcy(2, 17, seed=5, constant_mode=False, coefficient="lognormal", sigma=12.0, tau=3.0)
     assert torch.equal(drawn["coefficient"], expected.coefficient)
     assert torch.equal(drawn["solution"], expected.solution)
+    paper = load("vitno-darcy416-lognormal").data
+    assert (paper.sigma, paper.tau, paper.constant_mode) == (12.0, 6.0, False)
 
 
 def test_one_mesh_for_each_sample() -> None:
