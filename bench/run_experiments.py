@@ -72,9 +72,9 @@ def main() -> None:
 
     document = harness.new_document("experiments", {"threads": 1, "shared": "with other work"})
     path = harness.result_path("experiments", document, options.out)
-    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
-    wanted = options.names or list(EXPERIMENTS)
-    missing = [name for name in wanted if name not in rows or rows[name]["config"] != small(name).to_dict()]
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = {r["name"]: r for r in known if r["name"] in EXPERIMENTS and r["config"] == small(r["name"]).to_dict()}
+    missing = [name for name in options.names or EXPERIMENTS if name not in rows]
     if options.list:
         print("\n".join(missing))
         return
@@ -160,13 +160,17 @@ SHOWN = {
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """Markdown: a line per experiment."""
+    """Markdown: a line per experiment, empty but for the paper's value where it was not run."""
     lines: list[Sequence[str]] = []
-    for row in document["rows"]:
+    rows = {row["name"]: row for row in document["rows"]}
+    for name in EXPERIMENTS:
+        if name not in rows:
+            lines.append([name, "", "", "", "", "", _of_paper(*PAPER[name]), ""])
+            continue
+        row = rows[name]
         differs = [
             f"{SHOWN[k]} {_plain(v[0])} → {_plain(v[1])}" for k, v in row["differs"].items() if k in SHOWN
         ]
-        paper = row["paper"]
         norm = row["metric"].removeprefix("relative_").upper()
         lines.append(
             [
@@ -177,7 +181,7 @@ def render(document: Mapping[str, Any]) -> str:
                 f"{row['factor']:.1f}"
                 + ("" if row["factor"] >= row["wanted"] else f", below {row['wanted']:g}"),
                 "" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.0f}",
-                ("" if paper["error"] is None else f"{100 * paper['error']:.3g} % ") + f"({paper['what']})",
+                _of_paper(row["paper"]["error"], row["paper"]["what"]),
                 "; ".join(differs),
             ]
         )
@@ -192,6 +196,10 @@ def render(document: Mapping[str, Any]) -> str:
         "paper's settings → these",
     ]
     return report.table(header, lines)
+
+
+def _of_paper(error: float | None, what: str) -> str:
+    return ("" if error is None else f"{100 * error:.3g} % ") + f"({what})"
 
 
 def _plain(value: Any) -> str:

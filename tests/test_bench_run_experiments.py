@@ -77,10 +77,16 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
 def test_the_table(script: Any) -> None:
     lines = script.render({"rows": [row("tno-darcy64"), row("tno-cde", factor=7.26, cpu_seconds=None)]})
     end = "1.19 % (median, CA table 1) | samples 3,600 → 512; channels default → 32 |"
-    assert lines.splitlines()[2:] == [
-        f"| tno-darcy64 | 1,234 | 5.00 % (4.00 %) L2 | 20.0 % | 4.0, below 5 | 12 | {end}",
-        f"| tno-cde | 1,234 | 5.00 % (4.00 %) L2 | 20.0 % | 7.3 |  | {end}",
-    ]
+    found = {line.split(" | ")[0].removeprefix("| "): line for line in lines.splitlines()[2:]}
+    assert list(found) == list(EXPERIMENTS)
+    assert (
+        found["tno-darcy64"]
+        == f"| tno-darcy64 | 1,234 | 5.00 % (4.00 %) L2 | 20.0 % | 4.0, below 5 | 12 | {end}"
+    )
+    assert found["tno-cde"] == f"| tno-cde | 1,234 | 5.00 % (4.00 %) L2 | 20.0 % | 7.3 |  | {end}"
+    # Not run.
+    assert found["pit-darcy"] == "| pit-darcy |  |  |  |  |  | 0.485 % (PiT table 1) |  |"
+    assert found["pit-joukowski"].endswith("|  | (stand-in: none) |  |")
 
 
 def test_every_experiment_has_a_value_or_says_why_not(script: Any) -> None:

@@ -330,6 +330,7 @@ EXPERIMENTS: dict[str, tuple[Content, Content]] = {
                     "resolution": 43,
                     "resolutions": [85],
                     "solver": 85,
+                    "constant_mode": True,
                 },
                 "model": {
                     "width": 32,
@@ -362,7 +363,7 @@ EXPERIMENTS: dict[str, tuple[Content, Content]] = {
                     "initial_rate": [20.0, 400.0],
                     "initial_local_rate": [400.0, 2000.0],
                 },
-                "training": {"steps": 1000, "batch_size": 8},
+                "training": {"steps": 700, "batch_size": 8},
             },
         ),
     ),
