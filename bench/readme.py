@@ -1,7 +1,7 @@
-"""The measured blocks of README.md, written from bench/results/: no figure there is typed by hand.
+"""The measured blocks of README.md and bench/README.md, from bench/results/: no figure is typed by hand.
 
     python bench/readme.py          # rewrites the blocks
-    python bench/readme.py --check  # exit code 1 if README.md differs from its results
+    python bench/readme.py --check  # exit code 1 if a file differs from its results
 
 A block stands between ``<!-- measured: FILE.json -->`` and ``<!-- end -->``; the "op" of the file says how it
 is rendered. ``FILE.json memory`` takes the peak memory of a benchmark.
@@ -21,6 +21,7 @@ import report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+FILES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BLOCK = re.compile(r"<!-- measured: (\S+?\.json)( memory)? -->\n(.*?)<!-- end -->", re.DOTALL)
 PASSES = ("forward", "forward + backward")
 
@@ -186,6 +187,7 @@ RENDER: dict[str, Callable[[Document], str]] = {
     "pit_darcy": script("train_pit_darcy"),
     "patch_darcy": script("train_patch_darcy"),
     "patch_models": script("bench_patch_models"),
+    "experiments": script("run_experiments"),
     "train-galerkin-burgers": script("train_galerkin_burgers", rows=True),
     "train-galerkin-darcy-inverse": script("train_galerkin_darcy_inverse", rows=True),
 }
@@ -199,7 +201,7 @@ def block(name: str, part: str) -> str:
 
 
 def rewrite(text: str) -> str:
-    """The README with every measured block made anew."""
+    """A text with every measured block made anew."""
 
     def replace(match: re.Match[str]) -> str:
         name, part = match[1], match[2] or ""
@@ -212,12 +214,12 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 on a difference")
     args = parser.parse_args(argv)
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = rewrite(before)
+    before = {path: path.read_text() for path in FILES}
+    after = {path: rewrite(text) for path, text in before.items()}
     if args.check:
         sys.exit(int(before != after))
-    path.write_text(after)
+    for path, text in after.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -265,6 +265,31 @@ def _load(name: str, small: bool, changes: tuple[str, ...]) -> Config:
 
 
 @commands.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def inspect(file: Path) -> None:
+    """What a published data FILE holds: its arrays, or fields, grid and times of PDEBench and The Well."""
+    from .data import layout_of, read_arrays, read_pdebench, read_the_well
+
+    try:
+        layout = layout_of(file) if file.suffix in (".h5", ".hdf5") else None
+        if layout is None:
+            for name, array in read_arrays(file).items():
+                click.echo(f"{name:<24} {tuple(array.shape)} {str(array.dtype).removeprefix('torch.')}")
+            return
+        read = read_pdebench if layout == "pdebench" else read_the_well
+        first = read(file, samples=slice(0, 1))
+    except FileNotFoundError as error:
+        raise UsageProblem(f"{file}: no such file") from error
+    except (ValueError, ImportError, OSError) as error:
+        raise UsageProblem(str(error)) from error
+    grid = " x ".join(map(str, first.grid.shape))
+    click.echo(f"layout  {'PDEBench' if layout == 'pdebench' else 'The Well'}")
+    click.echo(f"fields  {', '.join(first.names)}")
+    click.echo(f"grid    {grid}, {', '.join(first.grid.kind)}")
+    click.echo(f"frames  {len(first.times)}, t = {first.times[0]:g} to {first.times[-1]:g}")
+
+
+@commands.command()
 def info() -> None:
     """Versions, backends, machine and the packages of the extras."""
     from .demo.machine import machine, packages

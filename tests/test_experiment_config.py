@@ -262,7 +262,7 @@ def test_names_and_files(tmp_path: Path) -> None:
         (["train", "tno-cde", "--set", "steps=3"], "--set must be SECTION.KEY=VALUE, was 'steps=3'"),
         (["train", "tno-cde", "--set", "training.device=nowhere"], "training.device must be a device"),
         (["train", "vitno-darcy416", "--small", "--set=data.resolution=57", "--set=data.resolutions=[]"],
-         "multiple of 7 points along axis 0 to make 7 equal patches, got 57"),
+         "multiple of 4 points along axis 0 to make 4 equal patches, got 57"),
         (["generate", "lorenz63"], "did you mean 'tno-lorenz63'?"),
         (["evaluate", "nothing-here"], "nothing-here holds no run: nothing-here/config.json is missing"),
     ],

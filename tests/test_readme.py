@@ -78,3 +78,5 @@ def test_measured_blocks_are_those_of_the_result_files(monkeypatch):
     readme = importlib.import_module("readme")
     assert len(readme.BLOCK.findall(README)) >= 8
     assert readme.rewrite(README) == README
+    for path in readme.FILES:
+        assert readme.rewrite(path.read_text()) == path.read_text()

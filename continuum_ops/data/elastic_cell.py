@@ -91,6 +91,28 @@ def elastic_cell(
     return ScatteredPairs.of(places, weights, target, dtype)
 
 
+def hole_radii(
+    n: int, count: int = 42, *, seed: int, start: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The holes of :func:`elastic_cell` with the same seed: radii r(t) at t = 2 pi j / count, (n, count).
+
+    Args:
+        n: number of samples, >= 1.
+        count: radii of each, >= 1; the published set has 42.
+        seed, start, dtype: as of :func:`elastic_cell`.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument out of range.
+    """
+    n, count = check_int("n", n, minimum=1), check_int("count", count, minimum=1)
+    seed, start = check_int("seed", seed, minimum=0), check_int("start", start, minimum=0)
+    angles = 2 * np.pi * np.arange(count) / count
+    # A mesh takes its hole first from the generator of its sample.
+    radii = np.stack([_radius(sample_generator(seed, start + row), angles) for row in range(n)])
+    return torch.from_numpy(radii).to(check_dtype(dtype))
+
+
 def _pull(x: np.ndarray, normal: np.ndarray) -> np.ndarray:
     return np.stack([0 * x[0], 1.0 * (x[1] > 1 - 1e-9)])
 
@@ -208,12 +230,16 @@ def perforated_square(generator: np.random.Generator, points: int) -> tuple[np.n
 
 
 def _hole(generator: np.random.Generator) -> np.ndarray:
-    k, t = np.arange(MODES + 1), 2 * np.pi * np.arange(2048) / 2048
+    t = 2 * np.pi * np.arange(2048) / 2048
+    return 0.5 + _radius(generator, t)[:, None] * np.stack([np.cos(t), np.sin(t)], 1)
+
+
+def _radius(generator: np.random.Generator, t: np.ndarray) -> np.ndarray:
+    k = np.arange(MODES + 1)
     deviation = 12 / (k**2 + 9) * np.sqrt(np.where(k == 0, 1, 2) / (2 * np.pi))
     cosine, sine = deviation * generator.standard_normal((2, MODES + 1))
     g = np.cos(np.outer(t, k)) @ cosine + np.sin(np.outer(t, k)) @ sine
-    r = 0.2 + 0.2 / (1 + np.exp(g))
-    return 0.5 + r[:, None] * np.stack([np.cos(t), np.sin(t)], 1)
+    return 0.2 + 0.2 / (1 + np.exp(g))
 
 
 def _polygon(x: np.ndarray) -> float:

@@ -14,10 +14,13 @@
 
 from .attention import LayerAttention, attention_of
 from .config import Config, ConfigError, config_from
+from .conservation_laws import InviscidBurgers, ShockTube
 from .convergence import convergence
 from .evaluation import Evaluation, evaluate
+from .navier_stokes import Kolmogorov, Vorticity
 from .presets import EXPERIMENTS, experiment_names, load
 from .running import Run, open_run, predict, read_log, roll_out, train
+from .scattered import ElasticCell, JoukowskiAirfoil
 from .sources import SOURCES, Case, Frames, Samples, Source
 from .store import SPLITS, generate
 
@@ -28,12 +31,18 @@ __all__ = [
     "Case",
     "Config",
     "ConfigError",
+    "ElasticCell",
     "Evaluation",
     "Frames",
+    "InviscidBurgers",
+    "JoukowskiAirfoil",
+    "Kolmogorov",
     "LayerAttention",
     "Run",
     "Samples",
+    "ShockTube",
     "Source",
+    "Vorticity",
     "attention_of",
     "config_from",
     "convergence",

@@ -195,7 +195,9 @@ def _measure(config: Config, operator: Operator, drawn: dict[str, Tensor]) -> _M
         kinds.append("equal")
     metric = METRICS[config.loss.metric]
     # Pictures of the finest uniform mesh and of those that are not uniform.
-    finest = max((case for case in cases if case.kind == "uniform"), key=lambda case: case.size)
+    finest = max(
+        (case for case in cases if case.kind == "uniform"), key=lambda case: case.size, default=cases[0]
+    )
     rows: list[dict[str, Any]] = []
     pictures: list[Picture] = []
     with progress_bar(len(cases) * len(kinds), f"testing {config.name}", "mesh") as bar:

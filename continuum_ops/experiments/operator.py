@@ -22,7 +22,7 @@ from ..training import (
     relative_l2_h1,
 )
 from .config import Config, ConfigError
-from .sources import Samples
+from .sources import Samples, one_each
 
 Normalizer = PointwiseNormalizer | ScaleNormalizer | None
 
@@ -30,7 +30,8 @@ Normalizer = PointwiseNormalizer | ScaleNormalizer | None
 class Operator(nn.Module):
     """A model between normalised functions, with what is known of the training samples as buffers.
 
-    ``average`` holds the pointwise mean of the training targets, what a prediction is compared with.
+    ``average`` holds the mean of the training targets, what a prediction is compared with: pointwise, or with
+    one mesh per sample over samples and points.
     """
 
     def __init__(self, config: Config, statistics: Samples, mesh: Mesh) -> None:
@@ -39,10 +40,14 @@ class Operator(nn.Module):
             self.model = preset(config.model.preset, **config.model.settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"model.{error}") from error
-        assert isinstance(statistics.target_mesh, Grid)
         self.input = _normalizer(config.normalizers.input, statistics.input, statistics.mesh)
         self.target = _normalizer(config.normalizers.target, statistics.target, statistics.target_mesh)
-        self.average = PointwiseNormalizer(statistics.target, statistics.target_mesh)
+        self.average: PointwiseNormalizer | ScaleNormalizer
+        if one_each(statistics.target_mesh):
+            self.average = ScaleNormalizer(statistics.target, "standard")
+        else:
+            assert isinstance(statistics.target_mesh, Grid)
+            self.average = PointwiseNormalizer(statistics.target, statistics.target_mesh)
         self.noise = config.data.noise
         self._takes_weights = "weights" in inspect.signature(self.model.forward).parameters
         self._mesh = mesh
@@ -114,6 +119,12 @@ def _check_normalizers(config: Config, statistics: Samples) -> None:
         raise ConfigError(
             f'normalizers.input must be "pointwise" with noise of the input, was "{config.normalizers.input}"'
         )
+    for name, mesh in (("input", statistics.mesh), ("target", statistics.target_mesh)):
+        if getattr(config.normalizers, name) == "pointwise" and not isinstance(mesh, Grid):
+            raise ConfigError(
+                f'normalizers.{name} must not be "pointwise" for samples that are not on a grid, '
+                'was "pointwise"'
+            )
     if statistics.initial is not None and config.normalizers.target == "pointwise":
         raise ConfigError('normalizers.target must not be "pointwise" with initial values, was "pointwise"')
 

@@ -1,7 +1,7 @@
 """Where the samples of an experiment come from, and the meshes on which they are read.
 
 A new data set is a subclass of :class:`Source` with an entry in ``SOURCES``: its fields are the keys of the
-section [data], with their defaults.
+section [data], with their defaults. More are in conservation_laws.py, navier_stokes.py and scattered.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Case(NamedTuple):
 class Samples(NamedTuple):
     """Pairs of functions and their meshes.
 
-    input (n, N, c) at the points of mesh, target (n, M, c') at those of target_mesh; initial (n, c''), known
-    at the first point, or None; coefficient (n, M, 1), of the flux in H1 losses, or None.
+    input (n, N, c) at the points of mesh, target (n, M, c') at those of target_mesh, each one mesh for all
+    samples or one for each; initial (n, c''), known at the first point, or None; coefficient (n, M, 1), of
+    the flux in H1 losses, or None.
     """
 
     input: Tensor
@@ -45,10 +46,13 @@ class Samples(NamedTuple):
     coefficient: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Samples:
-        """The same meshes with what a function makes of each tensor."""
+        """What a function makes of each tensor, that of a mesh too where every sample has its own."""
+        mesh = _each(self.mesh, function)
         return self._replace(
             input=function(self.input),
             target=function(self.target),
+            mesh=mesh,
+            target_mesh=mesh if self.target_mesh is self.mesh else _each(self.target_mesh, function),
             initial=None if self.initial is None else function(self.initial),
             coefficient=None if self.coefficient is None else function(self.coefficient),
         )
@@ -112,7 +116,7 @@ class Source(ABC):
         return None
 
     def statistics(self, tensors: Tensors) -> Samples:
-        """The training samples on the Grid on which normalisers keep what they know of them."""
+        """The training samples on the mesh of the normalisers, for pointwise ones a Grid."""
         return self.read(tensors, "train")
 
     def blank(self) -> Tensors:
@@ -275,7 +279,7 @@ class Burgers(Source):
 
 @dataclass(frozen=True)
 class Darcy(Source):
-    """Darcy flow with a two-valued coefficient (PiT A.3, GT C.3): a -> u, or u with noise -> a.
+    """Darcy flow with a random coefficient (PiT A.3, GT C.3, CA 6.2.2): a -> u, or u with noise -> a.
 
     resolution, resolutions: points an axis of training and of the other tests; all nested in the finest one.
     grid: "endpoint", nodes with both ends; "cell", cell centres, which are every other node of a grid of
@@ -286,7 +290,7 @@ class Darcy(Source):
         each axis as in the other, and "scattered", as many random nodes as the training has points.
     inverse: u -> a on a grid coarser by `coarsening` (GT 5.3), with normal noise of the input, `input_noise`
         times its deviation at each point (GT 23), drawn anew at every step; one fixed draw for the tests.
-    constant_mode: as in ``continuum_ops.data.darcy``.
+    coefficient, sigma, tau, constant_mode: its law, as in ``continuum_ops.data.darcy``.
     """
 
     source = "darcy"
@@ -301,6 +305,9 @@ class Darcy(Source):
     inverse: bool = False
     coarsening: int = 1
     input_noise: float = 0.0
+    coefficient: Literal["piecewise", "lognormal"] = "piecewise"
+    sigma: float = 1.0
+    tau: float = 3.0
     constant_mode: bool = False
 
     def check(self) -> None:
@@ -331,6 +338,9 @@ class Darcy(Source):
                 raise ValueError(f"coarsening must divide {n} - 1, was {self.coarsening}")
         if not self.input_noise >= 0:
             raise ValueError(f"input_noise must be at least 0, was {self.input_noise}")
+        for name in ("sigma", "tau"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, was {getattr(self, name)}")
 
     def _count(self, resolution: int) -> int:
         """Nodes an axis that a grid of the equation needs."""
@@ -352,7 +362,16 @@ class Darcy(Source):
     def draw(self, n: int, seed: int, split: Split) -> Tensors:
         nodes = self._nodes(split)
         solver = self.solver if self.solver and split != "test" else nodes
-        data = darcy(n, nodes, seed=seed, solver_resolution=solver, constant_mode=self.constant_mode)
+        data = darcy(
+            n,
+            nodes,
+            seed=seed,
+            solver_resolution=solver,
+            constant_mode=self.constant_mode,
+            coefficient=self.coefficient,
+            sigma=self.sigma,
+            tau=self.tau,
+        )
         return {"coefficient": data.coefficient, "solution": data.solution}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -403,6 +422,17 @@ class Darcy(Source):
         points = torch.stack([chosen // nodes, chosen % nodes], 1).double() / (nodes - 1)
         cloud = PointCloud.voronoi(points, bounds=torch.tensor([[0.0, 1.0], [0.0, 1.0]]).double())
         return chosen, cloud.to(dtype=torch.float32)
+
+
+def one_each(mesh: Mesh) -> bool:
+    """Whether every sample has a mesh of its own, points (n, N, d)."""
+    return isinstance(mesh, PointCloud) and mesh.points.ndim == 3
+
+
+def _each(mesh: Mesh, function: Callable[[Tensor], Tensor]) -> Mesh:
+    if not one_each(mesh):
+        return mesh
+    return PointCloud(function(mesh.points), function(mesh.weights.expand(mesh.points.shape[:-1])))
 
 
 def _square(n: int, kind: str) -> Grid:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,14 @@ import torch
 from torch import Tensor
 
 from ..training import CheckpointError, load_checkpoint, save_checkpoint
+from ..training.files import remove_leftovers
 from ..training.progress import progress_bar, require
 from .sources import Source, Split, Tensors
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed process left behind stays
+    fcntl = None  # type: ignore[assignment]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
@@ -25,7 +33,8 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 def generate(source: Source, split: Split, folder: str | Path | None, workers: int = 1) -> Tensors:
     """All samples of a split; what the folder holds already is read, the rest drawn and kept there.
 
-    The same source gives the same bytes, in one go or interrupted, with any number of workers.
+    The same source gives the same bytes, in one go or interrupted, with any number of workers: a chunk is
+    drawn from a seed of its own and is a file that is whole or not there. Processes may share the folder.
 
     Args:
         folder: of the data of all sources; None: nothing is kept.
@@ -37,14 +46,14 @@ def generate(source: Source, split: Split, folder: str | Path | None, workers: i
     require("the drawing of samples", "tqdm")
     chunks = list(_chunks(source, split))
     paths = [None if folder is None else path_of(source, split, i, Path(folder)) for i in range(len(chunks))]
-    if paths and paths[0] is not None:
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
     missing = [i for i, path in enumerate(paths) if path is None or not path.exists()]
     found: dict[int, Tensors] = {}
     if missing:
-        with progress_bar(
-            len(chunks), f"{source.source}, {split}", "chunk", initial=len(chunks) - len(missing)
-        ) as bar:
+        title = f"{source.source}, {split}"
+        with (
+            _shared(paths),
+            progress_bar(len(chunks), title, "chunk", initial=len(chunks) - len(missing)) as bar,
+        ):
             for i, tensors in _drawn(source, split, missing, workers):
                 found[i] = tensors
                 path = paths[i]
@@ -56,6 +65,33 @@ def generate(source: Source, split: Split, folder: str | Path | None, workers: i
             assert path is not None
             found[i] = _load(path, chunks[i][1], source, split)
     return {name: torch.cat([found[i][name] for i in range(len(chunks))]) for name in found[0]}
+
+
+@contextmanager
+def _shared(paths: list[Path | None]) -> Iterator[None]:
+    """The folder of the chunks, made; what killed processes left in it is deleted, if nobody writes there."""
+    if not paths or paths[0] is None:
+        yield
+        return
+    folder = paths[0].parent
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        else:
+            for path in paths:
+                if path is not None:
+                    remove_leftovers(path)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def path_of(source: Source, split: Split, index: int, folder: Path) -> Path:

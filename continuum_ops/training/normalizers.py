@@ -134,6 +134,10 @@ class ScaleNormalizer(nn.Module):
         """(..., C) normalised samples -> samples."""
         return y * self.scale + self.shift
 
+    def center(self, mesh: Mesh | None = None) -> Tensor:
+        """(C,), the shift; the mesh does not matter."""
+        return self.shift
+
 
 def _cells(nodes: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The node to the right of each x, and how far x is from the one to the left; the ends hold beyond."""
