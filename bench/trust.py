@@ -1,4 +1,4 @@
-"""bench/results/trust.json: the figures of the checks of trust, one object per check. Standard library only."""
+"""bench/results/trust.json: figures of the checks of trust, one object for each. Standard library only."""
 
 from __future__ import annotations
 

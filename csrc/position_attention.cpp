@@ -415,7 +415,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
             static_cast<const T*>(stats.const_data_ptr()), needs[2] ? data(grad_value) : nullptr);
   }
   auto finished = [](const Tensor& t, const Tensor& like) {
-    return t.scalar_type() == like.scalar_type() ? t : torch::stable::to(t, like.scalar_type());
+    return t.scalar_type() == like.scalar_type() ? t : converted(t, like.scalar_type());
   };
   Tensor grads[4] = {none(), none(), none(), none()};
   if (needs[0]) {
