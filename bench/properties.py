@@ -50,7 +50,7 @@ def main() -> None:
     form = "long" if args.long else "short"
     profile = ["--hypothesis-profile=nightly"] if args.long else []
     tests = ["tests/test_properties.py", "--hypothesis-show-statistics", *profile]
-    runs = [run_pytest(tests), run_pytest(tests, interpreted=True)]
+    runs = [run_pytest(["tests/test_properties_of_patches.py", *tests]), run_pytest(tests, interpreted=True)]
     if args.long:
         files = [
             str(f.relative_to(ROOT))

@@ -13,70 +13,17 @@ import numpy as np
 import pytest
 import torch
 from helpers import draw, lse_dtype
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_cases import CASES, SERVED_BY_TRITON, Case, Sizes, backend, backends, part
+from property_helpers import assert_agree, drawn, of_keys, on, shuffled
 from torch import Tensor
 from triton_support import INTERPRETED
 
 import continuum_ops as co
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OPS = [op for op in CASES if not INTERPRETED or op in SERVED_BY_TRITON]
 SOFTMAX_OVER_KEYS = [op for op in OPS if op in SERVED_BY_TRITON]
 OVER_KEYS = [op for op in OPS if op != "patch_attention"]
-ON_PATCHES = [op for op in OPS if op == "patch_attention"]
-EXAMPLES = max(1, settings.default.max_examples // (30 if INTERPRETED else 6))
-
-
-def on(operators: list[str]) -> Callable:
-    """Every one of the operators on every backend, with drawn cases."""
-
-    def decorate(test: Callable) -> Callable:
-        test = settings(max_examples=EXAMPLES)(given(st.data())(test))
-        test = pytest.mark.parametrize("served", backends())(test)
-        return pytest.mark.parametrize("op", operators)(test)
-
-    return decorate
-
-
-def drawn(data: st.DataObject, op: str, dtypes: list[torch.dtype] = DTYPES) -> Case:
-    few = st.integers(1, 3)
-    sizes = Sizes(
-        batch=data.draw(few, "batch"),
-        heads=data.draw(few, "heads"),
-        n=data.draw(st.integers(1, 12), "n"),
-        m=data.draw(st.sampled_from([1, 2, 3, 5, 8, 13, 17, 33, 70]), "m"),
-        d=data.draw(st.integers(1, 9), "d"),
-        dv=data.draw(st.integers(1, 6), "dv"),
-    )
-    dtypes = [t for t in dtypes if t != torch.float64] if INTERPRETED else dtypes
-    return CASES[op](
-        sizes, data.draw(st.sampled_from(dtypes), "dtype"), data.draw(st.integers(0, 999), "seed")
-    )
-
-
-def assert_agree(actual: dict[str, Tensor], expected: dict[str, Tensor], budget: dict[str, float]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in actual.items():
-        other = expected[name]
-        assert tensor.shape == other.shape and tensor.dtype == other.dtype, name
-        difference = (tensor.double() - other.double()).abs().amax().item()
-        assert difference <= 2 * budget[name], (
-            f"{name}: differ by {difference:.3e}, allowed {2 * budget[name]:.3e}"
-        )
-
-
-def of_keys(
-    case: Case, results: dict[str, Tensor], change: Callable[[Tensor, int], Tensor]
-) -> dict[str, Tensor]:
-    """The results with the gradients of what has keys changed along that axis."""
-    axes = {f"d_{name}": axis for name, axis in case.keys.items()}
-    return {name: change(t, axes[name]) if name in axes else t for name, t in results.items()}
-
-
-def shuffled(data: st.DataObject, count: int) -> Tensor:
-    return torch.tensor(data.draw(st.permutations(range(count)), "order"), dtype=torch.int64)
 
 
 @on(OVER_KEYS)
@@ -286,103 +233,6 @@ def test_gradients_are_differences(served: str, op: str, data: st.DataObject) ->
         )
 
 
-# --- patches: points within them, and patches of keys -----------------------------------------------
-
-
-def in_patches(case: Case, index: Tensor, width: int, names: tuple[str, ...]) -> Case:
-    """Case with the last axis of the grid of some tensors gathered: `index` in each patch."""
-    axes = case.keys
-
-    def gather(name: str) -> Tensor:
-        t = case.tensors[name]
-        blocks = torch.arange(t.shape[axes[name]] // width)[:, None] * width
-        return t.index_select(axes[name], (blocks + index).flatten())
-
-    return case.with_tensors(**{name: gather(name) for name in names})
-
-
-@on(ON_PATCHES)
-def test_the_order_of_the_points_of_a_patch_does_not_matter(
-    served: str, op: str, data: st.DataObject
-) -> None:
-    case = drawn(data, op)
-    width = case.options["patch_size"][-1]
-    order, g = shuffled(data, width), case.cotangents()
-    everything = tuple(case.tensors)
-    permuted = in_patches(case, order, width, everything)
-
-    def moved(t: Tensor, axis: int = -3) -> Tensor:
-        blocks = torch.arange(t.shape[axis] // width)[:, None] * width
-        return t.index_select(axis, (blocks + order).flatten())
-
-    with backend(served):
-        results = case.results(g)
-        again = permuted.results({"out": moved(g["out"]), "lse": g["lse"]})
-    expected = of_keys(case, results, lambda t, axis: moved(t, axis)) | {"out": moved(results["out"])}
-    assert_agree(again, expected, case.budget(g))
-
-
-@on(ON_PATCHES)
-def test_the_order_of_the_patches_of_keys_does_not_matter(served: str, op: str, data: st.DataObject) -> None:
-    case = drawn(data, op)
-    width, points = case.options["patch_size"][-1], case.tensors["key"].shape[-3]
-    order = shuffled(data, points // width)
-    index = (order[:, None] * width + torch.arange(width)).flatten()
-    permuted = case.with_tensors(**{n: case.tensors[n].index_select(-3, index) for n in ("key", "value")})
-    g = case.cotangents()
-    with backend(served):
-        results, again = case.results(g), permuted.results(g)
-    expected = results | {n: results[n].index_select(-3, index) for n in ("d_key", "d_value")}
-    assert_agree(again, expected, case.budget(g))
-
-
-@on(ON_PATCHES)
-def test_a_point_of_a_patch_is_two_of_half_its_weight(served: str, op: str, data: st.DataObject) -> None:
-    case = drawn(data, op, [torch.float32, torch.float64])
-    *lead, width = case.options["patch_size"]
-    twice = torch.arange(width).repeat_interleave(2)
-    split = in_patches(case, twice, width, tuple(case.tensors))
-    split = split.with_tensors(weights=split.tensors["weights"] / 2)
-    split = Case(op, split.tensors, case.options | {"patch_size": [*lead, 2 * width]})
-    g = case.cotangents()
-    with backend(served):
-        results, halves = (
-            case.results(g),
-            split.results({"out": g["out"].repeat_interleave(2, -3) / 2, "lse": g["lse"]}),
-        )
-    # Two points, each with half the cotangent: gradients of copies add up, but each weight has its own.
-    joined = {f"d_{n}": _pairs(halves[f"d_{n}"], axis) for n, axis in case.keys.items()}
-    joined["d_weights"] = joined["d_weights"] / 2
-    again = {"out": _pairs(halves["out"], -3) / 2, "lse": halves["lse"]} | joined
-    assert_agree(again, results, case.budget(g))
-
-
-def _pairs(t: Tensor, axis: int) -> Tensor:
-    return t.unflatten(axis, (-1, 2)).sum(axis)
-
-
-@on(ON_PATCHES)
-def test_a_point_without_weight_does_not_enter_the_scores(served: str, op: str, data: st.DataObject) -> None:
-    """Its query may be NaN, and its key where no patch of queries weighs it. Its value is mixed as ever."""
-    case = drawn(data, op)
-    width = case.options["patch_size"][-1]
-    at = data.draw(st.integers(0, width - 1), "at")
-    junk = data.draw(st.sampled_from([math.nan, math.inf]), "junk")
-    weights = case.tensors["weights"].clone()
-    weights[..., at::width] = 0
-    clean = case.with_tensors(weights=weights)
-    dirty = clean.with_tensors(**{n: clean.tensors[n].clone() for n in ("query", "key")})
-    for name in ("query", "key"):
-        dirty.tensors[name][..., at::width, :, :] = junk
-    g = case.cotangents()
-    with backend(served):
-        results, again = clean.results(g), dirty.results(g)
-    assert (again["d_query"][..., at::width, :, :] == 0).all() and (
-        again["d_weights"][..., at::width] == 0
-    ).all()
-    assert_agree(again, results, clean.budget(g))
-
-
 # --- refinement -------------------------------------------------------------------------------------
 
 
@@ -455,7 +305,7 @@ def error_of_rule(op: str, rule: str, n: int) -> float:
 
 
 @pytest.mark.parametrize("served", backends())
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not INTERPRETED or rule != "simpson"])  # float32
 @pytest.mark.parametrize("op", OPS)
 def test_refining_the_mesh_converges_at_the_order_of_the_rule(op: str, rule: str, served: str) -> None:
     order = RULES[rule][1]
@@ -463,6 +313,6 @@ def test_refining_the_mesh_converges_at_the_order_of_the_rule(op: str, rule: str
         if order == math.inf:
             assert error_of_rule(op, rule, 24) < (1e-6 if INTERPRETED else 1e-13)
             return
-        n = 8 if INTERPRETED else 32 if order > 2 else 128
+        n = 32 if INTERPRETED or order > 2 else 128
         observed = math.log2(error_of_rule(op, rule, n) / error_of_rule(op, rule, 2 * n))
     assert observed == pytest.approx(order, abs=0.1)
