@@ -23,13 +23,25 @@ def extension() -> tuple[ModuleType | None, str]:
     if os.environ.get("CONTINUUM_OPS_NO_EXT") == "1":
         return None, "CONTINUUM_OPS_NO_EXT=1"
     try:
-        return importlib.import_module("continuum_ops._C"), ""
+        module = importlib.import_module("continuum_ops._C")
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=functools.partial(_do_without_lost_threads, module))
+        return module, ""
     except ModuleNotFoundError as error:
         if error.name != "continuum_ops._C":
             return None, f"the compiled extension does not load: {error}"
         return None, "the compiled extension is not built"
     except ImportError as error:
         return None, f"the compiled extension does not load: {error}"
+
+
+def _do_without_lost_threads(module: ModuleType) -> None:
+    """One thread in a forked child whose parent has used several, as in the workers of a DataLoader.
+
+    They are not there, and whatever torch cuts into parts would wait for them for ever.
+    """
+    if module.started_threads():
+        torch.set_num_threads(1)
 
 
 @functools.cache

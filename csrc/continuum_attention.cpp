@@ -162,7 +162,7 @@ template <class T> class BackwardRun {
   // Many keys: a task owns a range of keys; its part of grad_query lives for a strip of queries only.
   void by_keys(int64_t parts) {
     const int64_t strip = std::min<int64_t>(a_.n, 4096), block = kernels_.key_block;
-    std::vector<T> partial(a_.leads * parts * strip * a_.d), partial_pos(a_.leads * parts * strip * dims_);
+    auto partial = zeros_of<T>(a_.leads * parts * strip * a_.d), partial_pos = zeros_of<T>(a_.leads * parts * strip * dims_);
     std::vector<double> rates(a_.leads * parts);
     for (int64_t begin = 0; begin < a_.n; begin += strip) {
       const int64_t end = std::min(a_.n, begin + strip);
@@ -193,7 +193,7 @@ template <class T> class BackwardRun {
   void by_queries(int64_t parts) {
     parts = std::max<int64_t>(1, std::min(parts, a_.n / 64));
     const int64_t to_value = a_.m * a_.d, to_bias = to_value + a_.m * a_.dv, to_pos = to_bias + a_.m, width = to_pos + a_.m * dims_;
-    std::vector<T> partial(a_.leads * parts * width);
+    auto partial = zeros_of<T>(a_.leads * parts * width);
     std::vector<double> rates(a_.leads * parts);
     run_tasks(a_.leads * parts, work_, scratch_, [&](int64_t t, void* scratch) {
       const int64_t lead = t / parts, part = t % parts;
@@ -279,8 +279,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     using T = decltype(zero);
     auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
     const bool positions = positions_grad && term_grad;
-    std::vector<T> query_places(positions ? a.leads * a.n * a.distance.dims : 0);
-    std::vector<T> key_places(positions ? a.leads * a.m * a.distance.dims : 0);
+    auto query_places = zeros_of<T>(positions ? a.leads * a.n * a.distance.dims : 0);
+    auto key_places = zeros_of<T>(positions ? a.leads * a.m * a.distance.dims : 0);
     std::vector<double> rates(rate_grad ? a.leads : 0);
     BackwardRun<T>(problem, g,
                    {data(grad_query), data(grad_key), data(grad_value), weights_grad ? data(grad_weights) : nullptr,
@@ -295,7 +295,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   };
   if (a.dtype == DType::float64) run(double(0)); else run(float(0));
   if (query.scalar_type() != acc) {
-    for (Tensor* t : {&grad_query, &grad_key, &grad_value}) *t = torch::stable::to(*t, query.scalar_type());
+    for (Tensor* t : {&grad_query, &grad_key, &grad_value}) *t = converted(*t, query.scalar_type());
   }
   return {grad_query, grad_key, grad_value, grad_weights, grad_query_pos, grad_key_pos, grad_rate};
 }
@@ -309,6 +309,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out
   const AttentionProblem& a = problem.a;
   const ScalarType acc = accumulation_type(a.dtype);
   weights_grad &= weights.has_value();
+  check_is(grad_out, query.scalar_type(), with_rows(problem.shape, a.n, a.dv), "grad_out: of out's dtype and sizes");
+  check_is(out, query.scalar_type(), with_rows(problem.shape, a.n, a.dv), "out: as the forward op returned it");
+  check_is(stats, acc, with_rows(problem.shape, a.n, 2), "stats: as the forward op returned it");
   std::vector<int64_t> keys = problem.shape;
   keys.push_back(a.m);
   Tensor grad_query = new_tensor(with_rows(problem.shape, a.n, a.d), acc);
@@ -326,7 +329,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out
   };
   if (a.dtype == DType::float64) run(double(0)); else run(float(0));
   if (query.scalar_type() != acc) {
-    for (Tensor* t : {&grad_query, &grad_key, &grad_value}) *t = torch::stable::to(*t, query.scalar_type());
+    for (Tensor* t : {&grad_query, &grad_key, &grad_value}) *t = converted(*t, query.scalar_type());
   }
   return {grad_query, grad_key, grad_value, grad_weights};
 }

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "cpu_isa.h"
+#include "parallel.h"
 
 #define CO_STRING_(x) #x
 #define CO_STRING(x) CO_STRING_(x)
@@ -13,6 +14,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", &continuum_ops::current_isa, "Instruction set whose kernels run");
   m.def("isas", &continuum_ops::available_isas, "Instruction sets that this machine can run, best first");
   m.def("set_isa", &continuum_ops::set_isa, pybind11::arg("name"), "Choose the kernels of another instruction set (tests, measurements)");
+  m.def("started_threads", [] { return continuum_ops::started_threads; }, "Whether an operator called by this thread has used several threads");
   m.def("build_info", [] {
     pybind11::dict info;
     info["compiler"] = __VERSION__;

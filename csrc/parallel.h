@@ -6,11 +6,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <new>
 #if defined(__SANITIZE_THREAD__)
 #include <thread>
 #include <vector>
 #endif
+
+#include "memory.h"
 
 namespace continuum_ops {
 
@@ -52,31 +53,47 @@ class Scratch {
 
   static void* allocate(size_t bytes) {
     void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    if (!p) throw std::bad_alloc();
+    if (!p) throw OutOfMemory(double(bytes));
     return p;
   }
 };
 
-// f(task, scratch); `work` estimates the multiplications of all tasks: small jobs are not worth waking threads for.
+// Whether this thread has had tasks run by several. A forked child has none of them, but torch's pool goes on counting on them.
+inline thread_local bool started_threads = false;
+
+// f(task, scratch); `work` estimates the multiplications of all tasks: small jobs are not worth waking threads for. A thread that gets
+// no scratch leaves its tasks to the others. Nothing but a lack of memory may be thrown out of a task: torch would lose the message.
 template <class F> void run_tasks(int64_t tasks, double work, size_t scratch_bytes, F f) {
   if (tasks <= 0) return;
   const int64_t threads = work < 2e5 ? 1 : std::min<int64_t>(torch::stable::get_num_threads(), tasks);
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next{0}, done{0};
   auto worker = [&] {
     const Scratch scratch(scratch_bytes);
-    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(t, scratch.get());
+    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) f(t, scratch.get()), ++done;
+  };
+  std::atomic<bool> told{false};
+  double missing = 0;
+  auto guarded = [&] {
+    try {
+      worker();
+    } catch (const OutOfMemory& error) {
+      if (!told.exchange(true)) missing = error.bytes;
+    } catch (const std::bad_alloc&) {
+    }
   };
   if (threads == 1) {
-    worker();
+    guarded();
   } else {
+    started_threads = true;
 #if defined(__SANITIZE_THREAD__)  // which knows these, but not the barriers of an OpenMP that it has not instrumented
     std::vector<std::thread> pool;
-    for (int64_t t = 0; t < threads; ++t) pool.emplace_back(worker);
+    for (int64_t t = 0; t < threads; ++t) pool.emplace_back(guarded);
     for (std::thread& thread : pool) thread.join();
 #else
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { worker(); });
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { guarded(); });
 #endif
   }
+  if (done != tasks) throw OutOfMemory(missing);
 }
 
 }  // namespace continuum_ops

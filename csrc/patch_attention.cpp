@@ -330,8 +330,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
     }
   });
   if (sums != type) {
-    if (needs[1]) grad_key = torch::stable::to(grad_key, type);
-    if (needs[2]) grad_value = torch::stable::to(grad_value, type);
+    if (needs[1]) grad_key = converted(grad_key, type);
+    if (needs[2]) grad_value = converted(grad_value, type);
   }
   if (!needs[0] && weights_grad) grad_query = none();
   if (weights_grad && x.weights->size(0) != a.batch) {

@@ -429,11 +429,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
     if (!need) return none();
     Tensor t = cleared(like);
     fill(data(t));
-    return like.scalar_type() == type ? t : torch::stable::to(t, like.scalar_type());
+    return like.scalar_type() == type ? t : converted(t, like.scalar_type());
   };
   return {gradient(needs[0], x.query_pos, [&](T* to) { run.query_positions(to, single(x.query_pos)); }),
           gradient(needs[1], x.key_pos, [&](T* to) { run.key_positions(to, single(x.key_pos)); }),
-          x.value.scalar_type() == type ? grad_value : torch::stable::to(grad_value, x.value.scalar_type()),
+          x.value.scalar_type() == type ? grad_value : converted(grad_value, x.value.scalar_type()),
           gradient(needs[3], x.rate, [&](T* to) { run.rates(to); }),
           weights_grad ? gradient(true, *x.weights, [&](T* to) { run.weights(to, single(*x.weights), x.weights); }) : none()};
 }

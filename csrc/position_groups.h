@@ -4,10 +4,10 @@
 #include <cfloat>
 #include <cstdlib>
 #include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 
+#include "memory.h"
 #include "position_attention.h"
 #include "position_order.h"
 
@@ -18,7 +18,7 @@ template <class T> class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(int64_t count) : data_(static_cast<T*>(std::aligned_alloc(64, (size_t(count) * sizeof(T) + 63) / 64 * 64 + OVERHANG))) {
-    if (!data_) throw std::bad_alloc();
+    if (!data_) throw OutOfMemory(double(count) * sizeof(T));
   }
   Buffer(int64_t count, T x) : Buffer(count) { std::fill_n(data_.get(), count, x); }
   T* get() const { return data_.get(); }

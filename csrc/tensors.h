@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "memory.h"
+
 namespace continuum_ops {
 
 using torch::headeronly::ScalarType;
@@ -80,8 +82,13 @@ inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type) {
   }
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), dtype,
-                                                         aoti_torch_device_type_cpu(), -1, &handle));
+  const bool made = aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), dtype,
+                                             aoti_torch_device_type_cpu(), -1, &handle) == 0;
+  if (!made) {
+    double count = double(element_size(type));
+    for (const int64_t size : sizes) count *= double(size);
+    throw OutOfMemory(count);
+  }
   Tensor t(handle);
   const int64_t bytes = t.numel() * element_size(type);
   if (bytes > 0) ask_for_large_pages(t.mutable_data_ptr(), bytes);
@@ -149,10 +156,17 @@ inline void check_is(const Tensor& t, ScalarType type, const std::vector<int64_t
 inline Tensor new_cleared(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   int64_t bytes = element_size(type);
   for (const int64_t s : sizes) bytes *= s;
-  if (bytes > (int64_t(1) << 18)) return torch::stable::new_zeros(like, sizes, type);  // on all threads
+  if (bytes > (int64_t(1) << 18)) {
+    return allocating(double(bytes), [&] { return torch::stable::new_zeros(like, sizes, type); });  // on all threads
+  }
   Tensor t = new_tensor(sizes, type);
   if (bytes > 0) std::memset(t.mutable_data_ptr(), 0, size_t(bytes));
   return t;
+}
+
+// t in another dtype.
+inline Tensor converted(const Tensor& t, ScalarType type) {
+  return allocating(double(t.numel()) * double(element_size(type)), [&] { return torch::stable::to(t, type); });
 }
 
 }  // namespace continuum_ops

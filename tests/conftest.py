@@ -16,6 +16,7 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 settings.register_profile("dev", deadline=None, max_examples=60)
+settings.register_profile("nightly", deadline=None, max_examples=3000)
 settings.load_profile("dev" if os.environ.get("CONTINUUM_OPS_RANDOMIZE") == "1" else "ci")
 
 

@@ -33,7 +33,10 @@ def kernels(op: str = "continuum_attention") -> ModuleType:
 
 
 def interpret() -> torch.library.Library:
-    """Let CPU tensors take the way of CUDA tensors through the interpreter, as long as the result lives."""
+    """Let CPU tensors take the way of CUDA tensors through the interpreter, as long as the result lives.
+
+    Position attention takes that of a machine whose CUDA library is not built.
+    """
     import triton_interpreter
 
     from continuum_ops.ops import _continuum_attention_cuda as cuda
@@ -48,4 +51,7 @@ def interpret() -> torch.library.Library:
     library.impl("galerkin_gram_backward", fused.cuda_backward, "CPU")
     library.impl("continuum_attention_forward", cuda.forward, "CPU")
     library.impl("continuum_attention_backward", cuda.backward, "CPU")
+    position = importlib.import_module("continuum_ops.kernels.position_attention")
+    library.impl("position_attention_forward", position.forward, "CPU")
+    library.impl("position_attention_backward", position.backward, "CPU")
     return library

@@ -6,11 +6,23 @@ Leading dimensions are equal (expanded by the public function); strides are free
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.library import Library
 
 from ..backends import extension
+from ._memory import explained
 
-LIBRARY = Library("continuum_ops", "FRAGMENT")
+
+class _Explained(Library):
+    """Implementations in PyTorch say what they were doing where memory runs out."""
+
+    def impl(self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **options: Any) -> None:  # type: ignore[override]
+        super().impl(op_name, explained(op_name, fn), dispatch_key, **options)
+
+
+LIBRARY = _Explained("continuum_ops", "FRAGMENT")
 
 # The inputs of every operator, in one order: the eight that have gradients, then the others. query, key
 # and value have equal leading dimensions (expanded). Positions (*L, 1, N, d), rate (*L, H), radius (*L, 1, N)
