@@ -377,7 +377,8 @@ def main() -> int:
 
         build = _C.build_info().get("sanitizer", "none")
         figures = {"cases": seed - options.first, "seconds": options.seconds, "threads": options.threads}
-        record("fuzzing", {f"sanitizer {build}": {**figures, "calls": counts, "findings": 0}})
+        figures |= {"kernels": _C.isa(), "calls": counts, "findings": 0}
+        record("fuzzing", {f"sanitizer {build}": figures})
     return 0
 
 
