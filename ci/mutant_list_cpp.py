@@ -85,7 +85,7 @@ CPP = {
             CONTINUUM.format("masks") + " test_continuum_attention_edge.py",
         ),
         ("dropout: factor of the kept", "T(1 / (§1 - a.dropout_p§))", "1 + a.dropout_p", DROPOUT),
-        ("dropout: query within its block", "uint32_t(§i0 + i§), uint64_t(lead))", "i", DROPOUT),
+        ("dropout: query within its block", "a.query_places[i0 + i] : §i0 + i§;", "i", DROPOUT),
         ("dropout: words in another order", "words.w[§k & 3§]", "(k & 3) ^ 1", DROPOUT),
         (
             "keys: gathered as if none were dead",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.library import Library
+from torch.library import Library, fallthrough_kernel
 
 from ..backends import extension
 from ._memory import explained
@@ -19,7 +19,9 @@ class _Explained(Library):
     """Implementations in PyTorch say what they were doing where memory runs out."""
 
     def impl(self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **options: Any) -> None:  # type: ignore[override]
-        super().impl(op_name, explained(op_name, fn), dispatch_key, **options)
+        if fn is not fallthrough_kernel:  # torch knows that one by its identity
+            fn = explained(op_name, fn)
+        super().impl(op_name, fn, dispatch_key, **options)
 
 
 LIBRARY = _Explained("continuum_ops", "FRAGMENT")
