@@ -93,7 +93,7 @@ def test_gradients_and_results_of_other_sizes(make: Any, change: str) -> None:
 def test_other_numbers_of_dimensions_than_query(shape: tuple[int, ...], place: int) -> None:
     tensors = [torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4)]
     tensors[place] = torch.ones(shape)
-    with pytest.raises(RuntimeError, match=r"leading dimensions|as many dimensions|at least 2|\(\*L, M, D\)|one dtype, as many"):
+    with pytest.raises(RuntimeError, match=r"leading dimensions|as many dimensions|at least 2|one dtype"):
         OPS.continuum_attention_forward(*tensors, *(None,) * 8, 1.0, 0.0, False)
     with pytest.raises(RuntimeError, match="as many dimensions, at least 2"):
         OPS.galerkin_attention_small(*tensors, None)
