@@ -413,12 +413,6 @@ CPP = {
             "t.stride(0)",
             PATCH.format("values or drawn"),
         ),
-        (
-            "patch: hidden keys in the queries' gradient",
-            "q.hide = §a.hide§;",
-            "false",
-            PATCH_EDGE.format("weight_zero or key_is_seen"),
-        ),
     ],
     "csrc/position_attention_forward.h": [
         (
