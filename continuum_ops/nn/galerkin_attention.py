@@ -222,7 +222,8 @@ class GalerkinAttention(nn.Module):
 
     def _heads(self, x: Tensor, pos: Tensor | None, name: str) -> Tensor:
         """(B, N, H, head_dim) -> (B, H, N, coord_dim + head_dim)."""
-        pos = self._coordinates(pos, *x.shape[:2], name)
+        batch, n = x.shape[:2]
+        pos = self._coordinates(pos, batch, n, name)
         x = x.transpose(1, 2)
         if pos is None:
             return x
@@ -239,7 +240,8 @@ class GalerkinAttention(nn.Module):
     ) -> Tensor:
         """q (B, H, N, coord_dim + head_dim); k, v (B, M, H, head_dim), their norms not yet taken."""
         assert isinstance(self.k_norm, HeadNorm)
-        pos = self._coordinates(key_pos, *k.shape[:2], "key_pos")
+        batch, keys = k.shape[:2]
+        pos = self._coordinates(key_pos, batch, keys, "key_pos")
         k_norm, v_norm = _scale_and_shift(self.k_norm), _scale_and_shift(self.v_norm)
         dropout_p = self.dropout if self.training else 0.0
         k, v = k.transpose(1, 2), v.transpose(1, 2)

@@ -98,7 +98,7 @@ class _Rows(NamedTuple):
 
     def derivative(self, g: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of x, scale and shift from that of Ln x."""
-        if self.unit is None or self.slope is None:
+        if self.unit is None or self.slope is None or self.scale is None:
             return g, None, None
         d = g * self.scale
         level, along = d.mean(-1, keepdim=True), (d * self.unit).mean(-1, keepdim=True)
@@ -151,8 +151,8 @@ def _composed_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *inputs, needs = args
     grads = _composed_derivative(grad, *inputs)
     return tuple(
-        torch.empty_like(t).copy_(g) if need else grad.new_empty(0)
-        for g, t, need in zip(grads, inputs, needs, strict=False)
+        torch.empty_like(t).copy_(g) if need and g is not None else grad.new_empty(0)
+        for g, t, need in zip(grads, inputs[:-1], needs, strict=True)
     )
 
 
