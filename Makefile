@@ -31,7 +31,7 @@ test-models: $(STAMP)
 
 # A training and a generation of samples, each killed 20 times at random, end with the bits of undisturbed ones.
 kill-test: $(STAMP)
-	CONTINUUM_OPS_KILLS=20 $(PYTEST) -s tests/test_resume.py -k random_moments
+	CONTINUUM_OPS_KILLS=20 $(PYTEST) -s tests/test_resume.py tests/test_generate.py -k random_moments
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

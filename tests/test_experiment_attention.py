@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiment_cases import tiny
+from experiment_cases import TINY, tiny
 from patch_definition import array, convolve, fourier_attention_kernels, linear, patches_of
 from torch import nn
 
@@ -203,3 +203,31 @@ def test_frames_of_burgers() -> None:
         np.testing.assert_allclose(second, expected, atol=2e-5 * np.abs(expected).max())
     assert "later" not in source.draw(2, 3, "train")
     assert tiny("galerkin-burgers").data.frames(drawn) is None
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_experiment_shows_its_attention(name: str) -> None:
+    """Whatever its mesh, also one of the sample's own."""
+    config = tiny(name)
+    blank = config.data.blank()
+    samples = config.data.read(blank, "train")
+    operator = build(config, samples, config.data.statistics(blank)).eval()
+    found = attention_of(operator, samples.each(lambda t: t[:1]), weights=config.model.weights)
+    assert found
+    d = samples.mesh.ndim
+    for layer in found:
+        assert layer.points.shape == (layer.density.shape[1], d) and layer.query.shape == (d,)
+        assert layer.density.isfinite().all()
+
+
+def test_frames_of_vorticity() -> None:
+    source = tiny("pit-vorticity").data
+    drawn = source.draw(2, 0, "test")
+    frames = source.frames(drawn)
+    samples = source.read(drawn, "test", source.cases()[0])
+    assert frames.known == 2 and frames.times == (1, 2, 3, 4) and frames.mesh.shape == (8, 8)
+    # The first sample of each flow is its first window.
+    windows = samples.input.unflatten(0, (2, 2))
+    torch.testing.assert_close(windows[:, 0], frames.values[:, :2, :, 0].mT, rtol=0, atol=0)
+    targets = samples.target.unflatten(0, (2, 2))
+    torch.testing.assert_close(targets, frames.values[:, 2:], rtol=0, atol=0)

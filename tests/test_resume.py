@@ -17,7 +17,7 @@ import torch
 from experiment_cases import tiny
 from tqdm import tqdm
 
-from continuum_ops.experiments import ConfigError, generate, train
+from continuum_ops.experiments import ConfigError, train
 from continuum_ops.training import load_checkpoint
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL and the forkserver are Unix's")
@@ -135,45 +135,6 @@ def test_killed_while_a_file_is_written(
         if at is not None:
             assert any(p.name.endswith(".tmp") for p in tmp_path.iterdir())
     check_the_same(tmp_path, expected)
-
-
-def draw(folder: str) -> None:
-    tqdm.set_lock(threading.RLock())
-    source = config().data
-    type(source).chunk = 1
-    generate(source, "train", folder)
-
-
-def test_a_generator_killed_at_random_moments(tmp_path: Path, server: Any, monkeypatch: Any) -> None:
-    """The same files, byte for byte."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    monkeypatch.setattr(type(config().data), "chunk", 1)
-    generate(config().data, "train", whole)
-    generator = random.Random()
-    count = len(list(whole.rglob("*.pt")))
-    assert count == 9
-    moments, killed = sorted(generator.choices(range(count - 1), k=KILLS)), 0
-    print("killed after chunks", moments)
-    for moment in moments:
-        process = server.Process(target=draw, args=(str(parts),))
-        process.start()
-        while process.is_alive() and len(list(parts.rglob("*.pt"))) < moment:
-            time.sleep(0.001)
-        time.sleep(generator.uniform(0, 0.01))
-        process.kill()
-        process.join()
-        assert process.exitcode in (-signal.SIGKILL, 0)
-        killed += process.exitcode != 0
-    assert killed > 0
-    process = server.Process(target=draw, args=(str(parts),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    found, expected = (
-        {p.relative_to(f): p.read_bytes() for f, p in ((f, p) for p in f.rglob("*.pt"))}
-        for f in (parts, whole)
-    )
-    assert found == expected
 
 
 def test_a_log_that_was_cut_off(undisturbed: tuple[Path, Path], tmp_path: Path, server: Any) -> None:
