@@ -73,7 +73,8 @@ def main() -> None:
     document = harness.new_document("experiments", {"threads": 1, "shared": "with other work"})
     path = harness.result_path("experiments", document, options.out)
     known = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = {r["name"]: r for r in known if r["name"] in EXPERIMENTS and r["config"] == small(r["name"]).to_dict()}
+    configs = {name: small(name).to_dict() for name in EXPERIMENTS}
+    rows = {r["name"]: r for r in known if r["config"] == configs.get(r["name"])}
     missing = [name for name in options.names or EXPERIMENTS if name not in rows]
     if options.list:
         print("\n".join(missing))
