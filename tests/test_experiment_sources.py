@@ -91,6 +91,11 @@ def test_frames_of_the_vorticity() -> None:
             field = frames[i].reshape(4, 16, 16)[:, ::2, ::2].reshape(4, 64)
             np.testing.assert_array_equal(samples.input[row].numpy(), field[first : first + 2].T)
             np.testing.assert_array_equal(samples.target[row, :, 0].numpy(), field[first + 2])
+    # A roll-out starts from the first two; its window of channels is an input.
+    whole = source.frames(drawn)
+    assert whole is not None and whole.known == 2 and whole.times == (1.0, 2.0, 3.0, 4.0)
+    assert torch.equal(torch.cat([whole.values[:, 0], whole.values[:, 1]], -1), samples.input[::2])
+    assert torch.equal(whole.values[:, 2], samples.target[::2]) and whole.mesh.shape == (8, 8)
 
 
 def test_laws_of_the_darcy_coefficient() -> None:

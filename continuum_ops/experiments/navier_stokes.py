@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..data import kolmogorov, vorticity
 from ..mesh import Grid
-from .sources import SOURCES, Case, Samples, Source, Split, Tensors
+from .sources import SOURCES, Case, Frames, Samples, Source, Split, Tensors
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,12 @@ class Vorticity(_PeriodicSquare):
         windows = w.unfold(1, self.history + 1, 1).flatten(0, 1)
         mesh = _periodic(n, 1.0)
         return Samples(windows[..., :-1], windows[..., -1:], mesh, mesh)
+
+    def frames(self, tensors: Tensors) -> Frames:
+        """The snapshots on the grid of the training, from the first `history` of them on."""
+        w = self._coarse(tensors["vorticity"], "test", self.resolution)
+        times = tuple(map(float, range(1, self.snapshots + 1)))
+        return Frames(w, times, _periodic(self.resolution, 1.0), known=self.history)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"vorticity": (self.snapshots, self.resolution**2, 1)}
