@@ -25,7 +25,16 @@ import harness
 import report
 import torch
 
-from continuum_ops.experiments import EXPERIMENTS, SPLITS, evaluate, generate, load, train
+from continuum_ops.experiments import (
+    EXPERIMENTS,
+    SPLITS,
+    ConfigError,
+    config_from,
+    evaluate,
+    generate,
+    load,
+    train,
+)
 
 # (error, what it is, where): of the paper's model at the paper's size; None where the paper draws a curve.
 PAPER: dict[str, tuple[float | None, str]] = {
@@ -73,7 +82,7 @@ def main() -> None:
     document = harness.new_document("experiments", {"threads": 1, "shared": "with other work"})
     path = harness.result_path("experiments", document, options.out)
     known = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = {r["name"]: r for r in known if r["name"] in EXPERIMENTS and r["config"] == small(r["name"]).to_dict()}
+    rows = {row["name"]: row for row in known if fresh(row)}
     missing = [name for name in options.names or EXPERIMENTS if name not in rows]
     if options.list:
         print("\n".join(missing))
@@ -90,6 +99,14 @@ def main() -> None:
 
 def small(name: str) -> Any:
     return load(name, small=True, sections={"training": {"threads": 1}})
+
+
+def fresh(row: Mapping[str, Any]) -> bool:
+    """Whether the settings of a row are still its experiment's; a setting added since has its default."""
+    try:
+        return bool(config_from(row["config"]) == small(row["name"]))
+    except ConfigError:
+        return False
 
 
 def run(name: str, work: Path) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def test_only_what_is_missing_or_stale_is_run(
     assert [r["name"] for r in json.loads(out.read_text())["rows"]] == ["tno-cde", "pit-darcy"]
     document = json.loads(out.read_text())
     document["rows"][0]["config"]["training"]["steps"] += 1
+    del document["rows"][1]["config"]["training"]["autocast"]  # a setting that was added since
+    document["rows"].append(row("gone", config={}))
     out.write_text(json.dumps(document))
     script.main()
     assert ran[3:] == ["tno-cde", "tno-lorenz63"]

@@ -134,10 +134,10 @@ class Vorticity(_PeriodicSquare):
         return Samples(windows[..., :-1], windows[..., -1:], mesh, mesh)
 
     def frames(self, tensors: Tensors) -> Frames:
-        """PiT figure 8: from the first snapshots to the last."""
+        """The snapshots on the grid of the training, from the first `history` of them on."""
         w = self._coarse(tensors["vorticity"], "test", self.resolution)
         times = tuple(map(float, range(1, self.snapshots + 1)))
-        return Frames(w, times, _periodic(self.resolution, 1.0), self.history)
+        return Frames(w, times, _periodic(self.resolution, 1.0), known=self.history)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"vorticity": (self.snapshots, self.resolution**2, 1)}
