@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
 #   make demo | test | test-models | kill-test | lint | packaging | docs | asan | cuda | bench | clean
 #   make mutants | fuzz | hostile | nox       checks of trust; see CONTRIBUTING.md
+#   make properties | accuracy | resources, and properties-long | accuracy-full | resources-long: figures into bench/results/trust.json
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
 #   PYTHON=python3.12       the interpreter that .venv is made of
 #   WORKERS=4               processes that run the tests, one thread each
@@ -68,6 +69,26 @@ nox: $(STAMP)
 
 cuda: $(STAMP)
 	$(BIN)/python ci/check_cuda.py
+
+# The checks of trust (bench/README.md); each writes its figures into bench/results/trust.json.
+.PHONY: properties properties-long accuracy accuracy-full resources resources-long
+properties: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/properties.py
+
+properties-long: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/properties.py --long
+
+accuracy: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/accuracy.py --short
+
+accuracy-full: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/accuracy.py
+
+resources: $(STAMP)
+	$(BIN)/python bench/resources.py
+
+resources-long: $(STAMP)
+	$(BIN)/python bench/resources.py --long
 
 bench: $(STAMP)
 	$(BIN)/python bench/bench_continuum_attention.py

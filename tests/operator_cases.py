@@ -53,11 +53,11 @@ def backend(name: str, scores: int | None = 2**8) -> Iterator[None]:
             def patch(target: Any, attribute: str, to: Any) -> None:
                 stack.enter_context(mock.patch.object(target, attribute, to))
 
-            patch(direct, "intercepts", lambda *_: True)
+            patch(direct, "plain", lambda *_: None)
             patch(helpers.attention_module, "_kernel_serves", lambda *_: False)
             attend = torch.ops.continuum_ops.position_attention_chunked
             patch(position_helpers.position_module, "_attend", attend)
-            patch(patch_module, "_forward", _patches_in_pytorch)
+            patch(patch_module, "forward_op", _patches_in_pytorch)
             modules = (helpers.chunked_module, position_helpers.position_chunked, patch_helpers.chunked)
             for module in modules if scores is not None else ():
                 patch(module, "CHUNK_SCORES", scores)

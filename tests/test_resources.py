@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import torch
 from continuum_ops.ops._memory import explained
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+import memory  # noqa: E402
 
 # Calls of every operator; limits of the address space; threads of the process.
 PREPARE = """
@@ -81,6 +85,12 @@ def in_a_process(code: str, *, timeout: float = 300, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def keep(name: str, text: str) -> None:
+    """For bench/resources.py, which records it."""
+    if "CONTINUUM_OPS_FIGURES" in os.environ:
+        (Path(os.environ["CONTINUUM_OPS_FIGURES"]) / name).write_text(text)
 
 
 # --- memory that cannot be had ---------------------------------------------------------------------
@@ -178,6 +188,15 @@ def test_lack_of_memory_is_explained() -> None:
         explained("op", lacking)(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     with pytest.raises(RuntimeError, match=r"^something else$"):
         explained("op", lacking)(RuntimeError("something else"))
+
+
+def test_what_a_call_allocates() -> None:
+    """The formulas of docs/memory.md, at tensors of 16 MiB: one more of them would show."""
+    rows = memory.table()
+    assert {(row["op"], row["pass"]) for row in rows} == set(itertools.product(memory.OPS, memory.PASSES))
+    keep("memory", json.dumps(rows))
+    for row in rows:
+        assert abs(row["measured_mib"] - row["formula_mib"]) <= 1.5 + 0.03 * row["formula_mib"], row
 
 
 # --- threads ---------------------------------------------------------------------------------------
@@ -291,5 +310,4 @@ assert growth(lambda: kept.append(function(*tensors)), count) > max(2**20, count
     )
     lines = in_a_process(code, timeout=1200)
     assert len(lines.splitlines()) == 6
-    if "CONTINUUM_OPS_LEAK_GROWTH" in os.environ:  # bench/resources.py records it
-        Path(os.environ["CONTINUUM_OPS_LEAK_GROWTH"]).write_text(lines)
+    keep("growth", lines)

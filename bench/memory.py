@@ -1,0 +1,120 @@
+"""What each operator allocates: the formulas of docs/memory.md, and the measured growth of the resident peak.
+
+Prints a JSON row for each operator, two shapes, forward and forward + backward. Linux only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT)]
+
+import torch  # noqa: E402
+from harness import peak_growth  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import continuum_ops as co  # noqa: E402
+
+B, H, D = 1, 4, 32
+PATCHES = 8
+SHAPES = ((32_768, 128), (128, 32_768))  # queries, keys
+PASSES = ("forward", "backward")
+OPS = ("continuum_attention", "position_attention", "patch_attention", "galerkin_attention")
+
+
+def inputs(op: str, n: int, m: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    if op == "position_attention":
+        return [torch.rand(n, 2), torch.rand(m, 2), torch.randn(B, m, D), torch.ones(H), torch.rand(m)]
+    if op == "patch_attention":
+        return [torch.randn(B, rows, H, D) for rows in (n, m, m)]
+    return [torch.randn(B, H, rows, D) for rows in (n, m, m)] + [torch.rand(m)]
+
+
+def call(op: str, n: int, m: int) -> Callable[..., Tensor]:
+    if op == "patch_attention":
+        size = min(n, m) // PATCHES
+        return lambda q, k, v: co.patch_attention(q, k, v, size)
+    return getattr(co, op)
+
+
+def formula(op: str, n: int, m: int) -> dict[str, int]:
+    """Bytes of a call beyond its inputs as in docs/memory.md, float32: forward, and forward + backward."""
+    queries, keys = B * H * n * D, B * H * m * D
+    if op == "continuum_attention":
+        forward = queries + 3 * B * H * n
+        backward = forward + queries + 2 * keys
+    elif op == "position_attention":
+        forward = queries + 3 * H * n + B * m * D + 6 * (n + m)
+        backward = 2 * queries + 7 * H * n + 2 * B * m * D + 12 * (n + m)
+    elif op == "patch_attention":
+        scores = B * H * PATCHES * max(n, m) // (min(n, m) // PATCHES)
+        forward = queries + 5 * scores
+        backward = 2 * queries + 2 * keys + 8 * scores
+    else:
+        forward = queries + keys
+        backward = 2 * queries + 4 * keys
+    return {"forward": 4 * forward, "backward": 4 * backward}
+
+
+def measure(op: str, n: int, m: int, which: str) -> int:
+    """Growth of the resident peak of one call in this process, outputs included, after one on few points."""
+    torch.set_num_threads(1)
+
+    def run(n: int, m: int) -> Callable[[], list[Tensor]]:
+        leaves = [t.requires_grad_(which == "backward") for t in inputs(op, n, m)]
+        function = call(op, n, m)
+        grad_out = torch.ones(B, n, H, D) if op == "patch_attention" else torch.ones(B, H, n, D)
+
+        def once() -> list[Tensor]:
+            out = function(*leaves)
+            if which == "forward":
+                return [out]
+            return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+        return once
+
+    run(256, 256)()
+    return peak_growth(run(n, m))[0]
+
+
+def in_a_child(op: str, n: int, m: int, which: str) -> int:
+    """`measure` in a fork of this process, which has allocated nothing yet that could be used again."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(measure(op, n, m, which)).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError(f"{op}: the measurement failed")
+    return int(text)
+
+
+def table() -> list[dict[str, Any]]:
+    """The rows, measured in a fresh process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).resolve())]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+if __name__ == "__main__":
+    for op, (n, m), which in itertools.product(OPS, SHAPES, PASSES):
+        row = {"op": op, "queries": n, "keys": m, "pass": which}
+        row["formula_mib"] = round(formula(op, n, m)[which] / 2**20, 2)
+        row["measured_mib"] = round(in_a_child(op, n, m, which) / 2**20, 2)
+        print(json.dumps(row), flush=True)
