@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.library import Library
 
 from ..backends import extension
@@ -19,7 +20,8 @@ class _Explained(Library):
     """Implementations in PyTorch say what they were doing where memory runs out."""
 
     def impl(self, op_name: str, fn: Callable[..., Any], dispatch_key: str = "", **options: Any) -> None:  # type: ignore[override]
-        super().impl(op_name, explained(op_name, fn), dispatch_key, **options)
+        fallthrough = fn is torch.library.fallthrough_kernel  # known by its identity
+        super().impl(op_name, fn if fallthrough else explained(op_name, fn), dispatch_key, **options)
 
 
 LIBRARY = _Explained("continuum_ops", "FRAGMENT")
