@@ -19,7 +19,7 @@ ELSEWHERE = {
     ),
     *("patch_attention_forward", "patch_attention_backward", "galerkin_attention", "check_weights"),
     *("grid_product", "window_attention", "check_nonnegative", "quantile_radius"),
-    *("patch_analysis", "patch_synthesis"),
+    *("patch_analysis", "patch_synthesis", "galerkin_gram", "galerkin_gram_backward"),
 }
 # Without a kernel of the CPU: checked on a GPU by bench/gpu_check.py.
 CUDA = {f"{op}_attention_cuda_{part}" for op in ("position", "patch") for part in ("forward", "backward")}
