@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ def test_random_calls_of_the_entry_points(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(FUZZ), "--seconds", "60", "--threads", "2"],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(co.__file__).parents[1])},
         capture_output=True,
         text=True,
     )

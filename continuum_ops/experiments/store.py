@@ -136,14 +136,17 @@ def _load(path: Path, n: int, source: Source, split: Split) -> Tensors:
 
 
 def _fit(tensors: Any, n: int, source: Source, split: Split) -> bool:
-    """Whether these are n finite samples of a source; those of a test have other points."""
+    """Whether these are n finite samples of a source; those of a test have other points, and may have more."""
     shapes = source.shapes()
-    if not isinstance(tensors, dict) or set(tensors) != set(shapes):
+    if not isinstance(tensors, dict) or not set(shapes) <= set(tensors):
         return False
-    for name, shape in shapes.items():
-        t = tensors[name]
-        if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim != len(shape) + 1 or len(t) != n:
+    if split != "test" and len(tensors) > len(shapes):
+        return False
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) or not t.is_floating_point() or t.ndim == 0 or len(t) != n:
             return False
-        if (split != "test" and tuple(t.shape[1:]) != shape) or not bool(t.isfinite().all()):
+        if name in shapes and t.ndim != len(shapes[name]) + 1:
+            return False
+        if (split != "test" and tuple(t.shape[1:]) != shapes[name]) or not bool(t.isfinite().all()):
             return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         if not is_zipfile(file):
             raise CheckpointError(f"{path} is no checkpoint of continuum_ops: {why}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with ZipFile(path) as archive:  # torch's reader lets changed names of parameters through
+            intact = archive.testzip() is None
+        content = torch.load(path, map_location="cpu", weights_only=True) if intact else None
     except OSError:
         raise
     except Exception as error:  # the reader raises what it happens to meet in a damaged file
