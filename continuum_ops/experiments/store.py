@@ -136,7 +136,7 @@ def _load(path: Path, n: int, source: Source, split: Split) -> Tensors:
 
 
 def _fit(tensors: Any, n: int, source: Source, split: Split) -> bool:
-    """Whether these are n finite samples of a source; those of a test have other points, and may have more."""
+    """Whether these are n finite samples of a source; of a test with other points and maybe more of them."""
     shapes = source.shapes()
     if not isinstance(tensors, dict) or not set(shapes) <= set(tensors):
         return False
