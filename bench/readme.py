@@ -187,6 +187,7 @@ RENDER: dict[str, Callable[[Document], str]] = {
     "pit_darcy": script("train_pit_darcy"),
     "patch_darcy": script("train_patch_darcy"),
     "patch_models": script("bench_patch_models"),
+    "distributed": script("bench_distributed"),
     "experiments": script("run_experiments"),
     "train-galerkin-burgers": script("train_galerkin_burgers", rows=True),
     "train-galerkin-darcy-inverse": script("train_galerkin_darcy_inverse", rows=True),
