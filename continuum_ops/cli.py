@@ -38,3 +38,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _exit(code: int, message: str) -> NoReturn:
     print(f"{PROGRAM}: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

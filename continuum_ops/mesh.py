@@ -284,6 +284,22 @@ def product_weights(axes: Sequence[Tensor]) -> Tensor:
     return reduce(lambda w, axis: (w[:, None] * axis).flatten(), axes)
 
 
+def scaled_product_weights(axes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(N,) weights over the product of the axes' largest, in float64, and the logarithm of that product.
+
+    A product of small or large weights of axes need not be a number of their dtype; what attention takes of
+    weights is their ratios.
+    """
+    scaled, logarithms = [], []
+    for axis in axes:
+        w = axis.double()
+        top = w.detach().amax() if w.numel() else w.new_ones(())
+        top = torch.where((top > 0) & top.isfinite(), top, 1.0)
+        scaled.append(w / top)
+        logarithms.append(top.log())
+    return product_weights(scaled), torch.stack(logarithms).sum()
+
+
 class PointCloud(Mesh):
     """Scattered points with weights.
 

@@ -273,3 +273,38 @@ def test_the_public_function_chooses_a_form_and_gives_the_formula(monkeypatch, r
     for actual, true in zip((out, lse), expected, strict=True):
         np.testing.assert_allclose(actual, true.astype(float), rtol=1e-12, atol=1e-12)
     assert bool(used) == (radius is None or not point_kernel)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("form", ["grids", "windows", "radius", "points"])
+def test_weights_of_axes_whose_product_float32_does_not_hold(monkeypatch, form, scale):
+    """A constant factor leaves the output, and shifts lse by its logarithm."""
+    module = importlib.import_module("continuum_ops.ops.position_attention")
+    monkeypatch.setattr(module.direct, "KERNELS", form != "windows")
+    query, key = co.Grid(*axes((4, 6), 1)), co.Grid(*axes((5, 3), 2))
+    value, rate = draw((2, 15, 3), F64, 3).float(), torch.tensor([1.0, 30.0])
+    plain = [w.float() for w in positive((5, 3), 4)]
+    radius = 9.0 if form in ("windows", "radius") else None
+    weights = [(w * scale).requires_grad_() for w in plain]
+    at = query.points if form == "points" else query
+    out, lse = co.position_attention(at, key, value, rate, weights, radius=radius, return_lse=True)
+    product = product_weights([w.double() for w in plain])
+    true_out, true_lse = dense(query.points, key.points, value.double()[:, None], rate.double(), product)
+    np.testing.assert_allclose(out.detach(), true_out.astype(float), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(lse.detach(), true_lse.astype(float) + 2 * math.log(scale), rtol=0, atol=1e-4)
+    (grad,) = torch.autograd.grad(lse.sum(), weights[:1])
+    assert grad.isfinite().all() and (grad * weights[0] > 0).all()
+
+
+def test_no_samples_between_grids():
+    """Derivatives and vmap of nothing are nothing."""
+    grid, rate, none = co.Grid.uniform((4, 5)), torch.ones(1), torch.zeros(0, 20, 1)
+
+    def attend(v):
+        return co.position_attention(grid, grid, v, rate)
+
+    assert torch.func.jvp(attend, (none,), (none,))[1].shape == (0, 1, 20, 1)
+    assert torch.func.vmap(attend)(torch.zeros(3, 0, 20, 1)).shape == (3, 0, 1, 20, 1)
+    value = none.clone().requires_grad_()
+    (first,) = torch.autograd.grad(attend(value).square().sum(), value, create_graph=True)
+    assert torch.autograd.grad(first.sum(), value)[0].shape == (0, 20, 1)

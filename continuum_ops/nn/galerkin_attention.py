@@ -163,7 +163,7 @@ class GalerkinAttention(nn.Module):
             weights: quadrature weights >= 0 of the keys, (M,), (B, M) or (B, num_heads, M), or a mesh with
                 ``.weights``; used as they are. None: those of an enclosing ``continuum_ops.nn.quadrature``
                 block of length M, else 1 / M ("linear" and "softmax", which see only ratios: equal). A key
-                of weight 0 does not exist.
+                of weight 0 does not exist (its rows must be finite for the gradients of the projections).
             group: the ranks that the points are spread over, or a ``ShardedMesh`` whose points they are; all
                 other arguments are then this rank's part, and M is the number of keys of all ranks
                 (``continuum_ops.distributed``). Dropout is that of one process in the state of the first

@@ -233,7 +233,9 @@ def _compose(
         x = x.masked_fill(dead, 0.0)
     for axis in axis_order(matrices):
         shape = x.shape
-        flat = x.reshape(*shape[:2], math.prod(shape[2 : axis + 2]), shape[axis + 2], -1)
+        flat = x.reshape(
+            *shape[:2], math.prod(shape[2 : axis + 2]), shape[axis + 2], math.prod(shape[axis + 3 :])
+        )
         matrix = matrices[axis]
         flat = flat.expand(-1, matrix.shape[0], -1, -1, -1)
         x = torch.einsum("hmn,bhpns->bhpms", matrix, flat)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh import Grid, product_weights
+from ..mesh import Grid, scaled_product_weights
 from ._grid_product import grid_product
 from ._position_attention_window import window_attention
 
@@ -85,8 +85,13 @@ def grid_attention(
     """
     axis_weights = _axis_weights(weights, key_grid, radius)
     if radius is not None:
-        flat = weights if weights is None or isinstance(weights, Tensor) else product_weights(weights)
-        out, lse = window_attention(query_grid, key_grid, value, rate, flat, radius, period)
+        if weights is None or isinstance(weights, Tensor):
+            out, lse = window_attention(query_grid, key_grid, value, rate, weights, radius, period)
+        else:
+            flat, log_scale = scaled_product_weights(weights)
+            flat = flat.to(torch.promote_types(value.dtype, torch.float32))
+            out, lse = window_attention(query_grid, key_grid, value, rate, flat, radius, period)
+            lse = lse + log_scale.to(lse)
         return (out, lse) if return_lse else out
     dtype = torch.promote_types(value.dtype, torch.float32)
     lengths = [math.inf] * key_grid.ndim if period is None else period

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh import Grid, product_weights
+from ..mesh import Grid, scaled_product_weights
 from . import _checks as shared
 from . import _direct as direct
 from . import _position_attention_checks as checks
@@ -101,9 +101,10 @@ def position_attention(
     (value,) = shared.autocast(value)
     checks.check_rate(rate, value)
     given = weights  # one tensor for each axis where the grid form takes it
+    log_scale: Tensor | None = None
     if weights is not None and not isinstance(weights, Tensor) and isinstance(key_pos, Grid):
         checks.check_axis_weights(weights, key_pos, value)
-        weights = product_weights(weights)
+        weights, log_scale = scaled_product_weights(weights)
     x = query_pos.points if isinstance(query_pos, Grid) else query_pos
     y = key_pos.points if isinstance(key_pos, Grid) else key_pos
     checks.check_positions(x, y, value)
@@ -131,6 +132,8 @@ def position_attention(
     value = value if value.dim() == 4 else value.unsqueeze(1)
     attend = attend_in_transforms if transformed else _attend
     out, lse = attend(x, y, value, rate.to(dtype), weights, radius, period)
+    if return_lse and log_scale is not None:
+        lse = lse + log_scale.to(lse)
     return (out, lse.expand(out.shape[:-1])) if return_lse else out
 
 
