@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from continuum_ops import Grid
-from continuum_ops.data import darcy
+from continuum_ops.data import darcy, with_noise
 from continuum_ops.models import preset
 from continuum_ops.training import relative_l2
 
@@ -64,7 +64,7 @@ def make_scales(data: Inverse) -> Scales:
 
 def noisy_input(u: Tensor, scales: Scales, noise: float, generator: torch.Generator) -> Tensor:
     """(u + noise * N(0, c_i) - mean_i) / sqrt(c_i), c_i the variance of u at point i (GT 23)."""
-    perturbed = u + noise * scales.deviation * torch.randn(u.shape, generator=generator)
+    perturbed = with_noise(u, noise, seed=generator, deviation=scales.deviation)
     # On the boundary the pressure is 0 in every sample.
     return (perturbed - scales.mean) / torch.where(scales.deviation == 0, 1.0, scales.deviation)
 

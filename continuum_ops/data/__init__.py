@@ -16,6 +16,7 @@ from .joukowski import joukowski_airfoil
 from .layouts import FieldSeries, layout_of, read_pdebench, read_the_well
 from .lorenz63 import lorenz63
 from .navier_stokes import VorticityData, kolmogorov, solve_vorticity, vorticity
+from .noise import with_noise
 from .shock_tube import shock_tube
 from .trajectories import Trajectories, uneven_times, uniform_times
 
@@ -46,4 +47,5 @@ __all__ = [
     "uneven_times",
     "uniform_times",
     "vorticity",
+    "with_noise",
 ]

@@ -95,9 +95,8 @@ def darcy(
     (Karhunen-Loeve), so a sample's coefficient is one function, whatever grid it is asked for on; the
     solution is :func:`solve_darcy` on the grid of solver_resolution, read at the points of the grid.
 
-    GT 5.3 takes the inverse way, from u with noise on the grid to a on a coarser one (:meth:`DarcyFlow.at`):
-    ``continuum_ops.experiments.sources.Darcy(inverse=True, coarsening=3, input_noise=0.01)`` adds the noise
-    of GT (23), 0, 1 % or 10 % of the deviation at each point, anew at every step.
+    GT 5.3 takes the inverse way, from u with noise on the grid (:func:`with_noise`: 0, 1 % or 10 %) to a on a
+    coarser one (:meth:`DarcyFlow.at`).
 
     The samples depend on seed, solver_resolution, constant_mode, coefficient, sigma and tau alone; the first
     m of n are those of a call with n = m, and the two kinds of coefficient share their m.
