@@ -207,7 +207,8 @@ def available_bytes() -> int:
 def run_worker(script: str, arguments: Sequence[str], *, threads: int, allocator: str) -> Any:
     """Run ``script`` in a fresh process, threads and allocator set before torch loads; return its result.
 
-    The worker prints one JSON value on stdout; its stderr (progress, errors) is passed through.
+    The worker prints one JSON value on stdout, as its last line: what peers print while they compile comes
+    before. Its stderr (progress, errors) is passed through.
     """
     count = str(threads)
     inherited = {k: v for k, v in os.environ.items() if k not in ALLOCATORS["kept"]}
@@ -221,7 +222,7 @@ def run_worker(script: str, arguments: Sequence[str], *, threads: int, allocator
     )
     if done.returncode != 0:
         raise SystemExit(f"{Path(script).name} {' '.join(arguments)}: the worker failed ({done.returncode})")
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def start_worker(threads: int) -> None:
