@@ -165,7 +165,10 @@ def call(case: Case, op: Callable[..., Any], args: list[Any]) -> tuple[Tensor, .
         copies = op(*(a.contiguous().clone() if isinstance(a, Tensor) else a for a in args))
         copies = (copies,) if isinstance(copies, Tensor) else tuple(copies)
         for i, (a, b) in enumerate(zip(found, copies, strict=True)):
-            compare(f"{op} result {i}", a, b)
+            # The record of a forward is the kernel's own: a mask read as one of keys changes what it is
+            # relative to, and neither out nor lse.
+            if i < 2 or "forward" not in str(op):
+                compare(f"{op} result {i}", a, b)
     return None if spoiled else found
 
 
