@@ -80,12 +80,12 @@ class KeySets {
         throw std::invalid_argument("continuum_attention: weights must be >= 0 and finite, got " + std::to_string(w[k * w_stride]) +
                                     " for key " + std::to_string(k));
       }
+      // Of removed keys too: what the record of a row is relative to must not depend on whether a mask is read as one of keys,
+      // since a copy of it that the backward gets may not be.
+      if (w) most = std::max(most, w[k * w_stride]);
       if (!alive(k)) continue;
       ++count;
-      if (w) {
-        most = std::max(most, w[k * w_stride]);
-        least = std::min(least, w[k * w_stride]);
-      }
+      if (w) least = std::min(least, w[k * w_stride]);
     }
     set.count = count;
     if (count < m) {

@@ -97,3 +97,21 @@ def test_other_numbers_of_dimensions_than_query(shape: tuple[int, ...], place: i
         OPS.continuum_attention_forward(*tensors, *(None,) * 8, 1.0, 0.0, False)
     with pytest.raises(RuntimeError, match="as many dimensions, at least 2"):
         OPS.galerkin_attention_small(*tensors, None)
+
+
+def test_a_copy_of_a_mask_of_keys_is_the_same_mask():
+    """Hooks on saved tensors, as those that offload them, may hand the backward contiguous copies."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 8, generator=generator) for n in (5, 9, 9))
+    q, weights = q.requires_grad_(), torch.rand(9, generator=generator)
+    keep = torch.ones(9, dtype=torch.bool)
+    keep[weights.argmax()] = False  # the largest weight is that of a removed key
+    mask = keep.expand(5, 9)
+    expected = ((q @ k.mT / 8**0.5 + weights.log()).masked_fill(~mask, -torch.inf).softmax(-1) @ v).sum()
+    (true,) = torch.autograd.grad(expected, q)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t
+    ):
+        out = co.continuum_attention(q, k, v, weights, attn_mask=mask)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    torch.testing.assert_close(grad, true, rtol=0, atol=1e-5)
