@@ -73,12 +73,13 @@ class Misfit(ValueError):
 
 
 def all_mutants() -> list[Mutant]:
-    from mutant_list_cpp import CPP
+    from mutant_list_cpp import SHARED
+    from mutant_list_cpp_meshes import MESHES
     from mutant_list_python import PYTHON, TRITON
 
     found = [
         Mutant(name, file, text, new, tests)
-        for group in (CPP, TRITON, PYTHON)
+        for group in (SHARED, MESHES, TRITON, PYTHON)
         for file, mutants in group.items()
         for name, text, new, tests in mutants
     ]

@@ -1,0 +1,323 @@
+"""Mutants of patch, position and Galerkin attention in C++, as in mutant_list_cpp.py."""
+
+PATCH = "test_patch_attention.py -k '{}'"
+PATCH_EDGE = "test_patch_attention_edge.py -k '{}'"
+POSITION = "test_position_attention.py -k 'kernel and ({})'"
+GALERKIN = "test_galerkin_attention.py -k 'values or expanded or equal_weights'"
+FOURIER = "test_fourier_patch_attention.py -k 'instruction_set or definition or gradients'"
+
+MESHES = {
+    "csrc/patch_attention_kernel.cpp": [
+        (
+            "patch: hidden points are read",
+            "w = weights[weight_point[x]];\n      if (§w == T(0)§) {",
+            "false",
+            PATCH_EDGE.format("weight_zero"),
+        ),
+        (
+            "patch: channels past the first piece",
+            "from + o.point[x] + §at.c_begin * o.channel§;",
+            "at.c_begin",
+            PATCH_EDGE.format("stride"),
+        ),
+        (
+            "patch: spaced rows of the first tile",
+            "score_tile<T, 4, C>(§rows + r * SPACING§, panel",
+            "rows",
+            PATCH.format("values or many or feature"),
+        ),
+        (
+            "patch: scores of the last rows",
+            "score_tile<T, 1, C>(rows + r * SPACING, panel, depth, add, §c + r * ldc§, ldc);",
+            "c",
+            PATCH.format("values or feature"),
+        ),
+        (
+            "patch: scores of the last piece",
+            "T* at = c + r * ldc + i * L;\n      store(at, §add ? load(at) + acc[r][i] : acc[r][i]§);",
+            "acc[r][i]",
+            PATCH.format("feature or values or many"),
+        ),
+        (
+            "patch: mixture of the last keys",
+            "T* at = to + r * ldt + i * L;\n      store(at, §add ? load(at) + acc[r][i] : acc[r][i]§);",
+            "acc[r][i]",
+            PATCH.format("many or several or feature") + " test_patch_attention_edge.py",
+        ),
+        (
+            "patch: half of a panel of scores",
+            "if (§end - j > L§) score_panel<T, 2>",
+            "end - j > 2 * L",
+            PATCH.format("values or many"),
+        ),
+        (
+            "patch: NaN seen where the weight is 0",
+            "if (§!w || w[a.weights.point[x]] != T(0)§) c[",
+            "true",
+            PATCH_EDGE.format("key_is_seen"),
+        ),
+        (
+            "patch: parts of the scores",
+            "for (int64_t part = §1§; part < a.count; ++part) sum +=",
+            "2",
+            PATCH.format("values or many"),
+        ),
+        (
+            "patch: lse without its maximum",
+            "lse[row] = T(§double(largest)§ +",
+            "0.0",
+            PATCH.format("values"),
+        ),
+        (
+            "patch: gradient of lse missing",
+            "T(§(a.grad_lse ? double(static_cast<const T*>(a.grad_lse)[row]) : 0.0) - sum§);",
+            "0.0 - sum",
+            PATCH.format("values"),
+        ),
+        (
+            "patch: gradient without scale",
+            "const T value = §T(a.scale)§ * (p[j]",
+            "T(1)",
+            PATCH.format("values"),
+        ),
+        (
+            "patch: keys' gradient of the wrong sign",
+            "gt[j * a.transposed_stride] = §value§;",
+            "-value",
+            PATCH.format("values"),
+        ),
+        (
+            "patch: keys' gradient of the last block",
+            "narrow(§T(widen(point[c])) + from[c] * w§, point + c);",
+            "from[c] * w",
+            PATCH.format("several"),
+        ),
+        (
+            "patch: weight of the queries' gradient",
+            "load_unaligned(from + c) * §factor§);",
+            "broadcast(T(1))",
+            PATCH.format("values or feature"),
+        ),
+        (
+            "patch: weights' gradient of the wrong sign",
+            "sum[x - at.x_begin] += §dot§;",
+            "-dot",
+            PATCH.format("values"),
+        ),
+        (
+            "patch: mixture of the last rows",
+            "mix_tile<T, 1, C>(rows + r * S, panel, depth, add, §to + r * ldt§, ldt);",
+            "to",
+            PATCH.format("values or feature"),
+        ),
+        (
+            "patch: spaced rows of the first keys",
+            "matrix + r * a.depth + §begin§, depth",
+            "0",
+            PATCH.format("many or several or feature") + " test_patch_attention_edge.py",
+        ),
+        (
+            "patch: half of a panel of the mixture",
+            "if (§columns - i > L§) mix_panel<T, 2>",
+            "columns - i > 2 * L",
+            PATCH.format("values or feature"),
+        ),
+    ],
+    "csrc/patch_attention.cpp": [
+        (
+            "patch: shared weights of the next sample",
+            "operand.batch = §t.size(0) == 1 ? 0 : t.stride(0)§;",
+            "t.stride(0)",
+            PATCH.format("values or drawn"),
+        ),
+    ],
+    "csrc/position_attention_forward.h": [
+        (
+            "position: no radius",
+            "if constexpr (REACH) e = §x > end[v] ? Vec<T>{} : e§;",
+            "e",
+            POSITION.format("many or drawn or random"),
+        ),
+        (
+            "position: log weights subtracted",
+            "fma(apart, f, §broadcast(bias[j])§) - less[v]",
+            "broadcast(-bias[j])",
+            POSITION.format("softplus or odd or dimensions"),
+        ),
+        (
+            "position: tiles skipped that count",
+            "a.rate[h] * LOG2E * (s.box[t] - far) > §margin§ &&",
+            "margin - 25",
+            POSITION.format("many"),
+        ),
+        (
+            "position: lse of the nearest key",
+            "T(§log2_sum * 0.69314718055994530942 - a.rate[h] * double(s.nearest[i])§);",
+            "log2_sum * 0.69314718055994530942",
+            POSITION.format("odd or dimensions"),
+        ),
+        (
+            "position: values of the first head",
+            "(a.value_heads > 1 ? §h§ * g.key.count * padded : 0);",
+            "0",
+            POSITION.format("shares or odd"),
+        ),
+    ],
+    "csrc/position_attention_tiles.h": [
+        (
+            "position: products at the wrong stride",
+            "T* t = to + §(i + r) * C * L§ + c * L;",
+            "i * C * L",
+            POSITION.format("odd or channels"),
+        ),
+        (
+            "position: boxes across the period",
+            "__builtin_floor(§apart / length + 0.5§));",
+            "apart / length",
+            POSITION.format("many or dimensions or random") + " test_position_attention_edge.py",
+        ),
+        (
+            "position: boxes nearer than they are",
+            "right = q[t] - §p[a.d + t]§;",
+            "p[t]",
+            POSITION.format("many"),
+        ),
+        (
+            "position: no period",
+            "const Vec<T> near = §fma(images, broadcast(axis.minus_length), s)§;",
+            "s",
+            POSITION.format("dimensions or offset or far"),
+        ),
+        (
+            "position: low parts of coordinates",
+            "if constexpr (!PERIODIC) return SPLIT ? §s + (xl - yl)§ : s;",
+            "s",
+            POSITION.format("float64_positions or cancel or origin"),
+        ),
+        (
+            "position: low parts of periodic coordinates",
+            "broadcast(axis.minus_length_remainder), §lost + (xl - yl)§);",
+            "lost",
+            POSITION.format("float64_positions or origin"),
+        ),
+        (
+            "position: stride of the channels ignored",
+            "at[c] = widen(from[c * §o.column§]);",
+            "1",
+            POSITION.format("random") + " test_position_attention_edge.py",
+        ),
+        (
+            "position: largest exponent beyond the radius",
+            "most = §(e > most) & (x <= end) ? e : most§;",
+            "(e > most) ? e : most",
+            "test_position_attention_edge.py -k kernel",
+        ),
+    ],
+    "csrc/position_attention_backward.h": [
+        (
+            "position: product of the last columns",
+            "store(t, §add ? load(t) + acc[r][c] : acc[r][c]§);",
+            "acc[r][c]",
+            POSITION.format("columns or channels"),
+        ),
+        (
+            "position: delta missing",
+            "Vec<T> ds = e * §(load(dot + at) - row)§;",
+            "load(dot + at)",
+            POSITION.format("odd"),
+        ),
+        (
+            "position: gradient of the rate",
+            "out.grad_rate[h] -= §of_rate§;",
+            "-of_rate",
+            POSITION.format("odd or rates"),
+        ),
+        (
+            "position: moments of the last head",
+            "store(moment + at, §first ? m : load(moment + at) + m§);",
+            "m",
+            POSITION.format("odd or shares"),
+        ),
+        ("position: keys move with the queries", "broadcast(T(§-2§))", "2", POSITION.format("odd")),
+        (
+            "position: factor 2 of the queries",
+            "query[t * DT + j] = §2 * sum§;",
+            "sum",
+            POSITION.format("odd"),
+        ),
+        (
+            "position: weights of the first block",
+            "static_cast<const T*>(g.bias)[§k.first + i§]",
+            "i",
+            POSITION.format("many or softplus"),
+        ),
+        (
+            "position: gradient out of reach",
+            "if constexpr (REACH) §ds = x > end ? Vec<T>{} : ds;§",
+            "",
+            "test_position_attention_edge.py -k kernel",
+        ),
+        (
+            "position: values' gradient of one head",
+            "value_head = §a.value_heads > 1 ? h : 0§;",
+            "int64_t(0)",
+            POSITION.format("shares"),
+        ),
+        (
+            "position: share of far tiles",
+            "(box - §g.tile_far[tile]§);",
+            "0.0",
+            POSITION.format("many or near or uneven") + " test_position_attention_edge.py",
+        ),
+    ],
+    "csrc/position_attention.cpp": [
+        (
+            "position: gradient of the logarithm",
+            "row[k] == T(0) ? T(0) : §to[i * a.m + k] / row[k]§;",
+            "to[i * a.m + k]",
+            POSITION.format("odd or softplus"),
+        ),
+        (
+            "position: gradient of lse of the wrong sign",
+            "delta_[to] = §-grad_lse[from]§;",
+            "grad_lse[from]",
+            POSITION.format("odd"),
+        ),
+    ],
+    "csrc/galerkin_attention_kernel.cpp": [
+        ("galerkin: weight of the values dropped", "to[j] = row[j] * §f§;", "T(1)", GALERKIN),
+        ("galerkin: strides ignored", "row[j * §from.column_stride§]", "1", GALERKIN),
+        (
+            "galerkin: rows past the last one",
+            "to[r] = c + (§i + r < rows ? i + r : rows - 1§) * width + j;",
+            "i + r < rows ? i + r : i",
+            GALERKIN,
+        ),
+        (
+            "galerkin: weights default to 1",
+            "[k * x.weights_stride] : §T(1) / T(p.m)§;",
+            "T(1)",
+            GALERKIN,
+        ),
+    ],
+    "csrc/patch_dft_kernel.cpp": [
+        (
+            "transform: sign of the sines",
+            "product<T, 2>({{cos, im}, {§minus_sin§, re}}, rows, depth, rest, 2 * rest",
+            "sin",
+            FOURIER,
+        ),
+        (
+            "transform: patches at the wrong stride",
+            "origin += rest % p.patches[i] * p.points[i] * §stride[i]§;",
+            "p.channels",
+            FOURIER,
+        ),
+        (
+            "transform: last row of a table",
+            "tile<T, TERMS, 1, C>(from(r), depth, ldb, §out + r * ldo§, ldo);",
+            "out",
+            FOURIER,
+        ),
+    ],
+}
