@@ -29,6 +29,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ MARK = "§"  # around what a mutant replaces
 COPIED = ("continuum_ops", "kernels", "tests")
 GOAL = 0.95
 LIMIT = 300  # seconds of the processor; a loop that no longer ends is a killed mutant
+WAIT = 900  # seconds; so is one that waits for ever
 
 SHORT = (
     "galerkin: weight of the values dropped",
@@ -196,7 +198,12 @@ class Tree:
         child = os.fork()
         if child == 0:
             self._child([*options, *words], env, output)
+        # A thread only from here to the end of the wait: none is there at a fork.
+        killer = threading.Timer(WAIT, os.kill, (child, signal.SIGKILL))
+        killer.start()
         _, status = os.waitpid(child, 0)
+        killer.cancel()
+        killer.join()
         out = output.read_text(encoding="utf-8", errors="replace")
         failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", out, re.MULTILINE)
         said = failed[0] if failed else out.strip().splitlines()[-1] if out.strip() else ""

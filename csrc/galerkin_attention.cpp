@@ -32,6 +32,9 @@ struct Problem {
     p = {type == ScalarType::Double, q.size(dims - 2), k.size(dims - 2), q.size(dims - 1), v.size(dims - 1)};
     STD_TORCH_CHECK(k.size(dims - 1) == p.d && v.size(dims - 2) == p.m, "key: (*L, M, D), value: (*L, M, Dv)");
     shape = sizes_of(q, dims - 2);
+    // Not broadcast: the gradients are those of each lead.
+    STD_TORCH_CHECK(sizes_of(k, dims - 2) == shape && sizes_of(v, dims - 2) == shape,
+                    "leading dimensions of query, key and value must be equal (expand them)");
     query = lead_offsets(q, 2, shape), key = lead_offsets(k, 2, shape), value = lead_offsets(v, 2, shape);
     if (!given) return;
     STD_TORCH_CHECK(given->scalar_type() == type, "weights: query's dtype");

@@ -2,8 +2,6 @@
 // the cache; what they read by rows is packed into rows of whole vectors, with the rows of dead keys cleared.
 #include "galerkin_attention.h"
 
-#include <cstring>
-
 #include "simd.h"
 
 namespace continuum_ops::CO_ISA {
@@ -69,7 +67,7 @@ template <class T, class F> void pack(const GalerkinMatrix& from, int64_t rows, 
     const T f = factor(i);
     const T* row = static_cast<const T*>(from.data) + i * from.row_stride;
     if (f == T(0)) {
-      std::memset(to, 0, size_t(width) * sizeof(T));
+      for (int64_t j = 0; j < width; ++j) to[j] = T(0);
       continue;
     }
     if (from.column_stride == 1) {

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing as mp
 
 import continuum_ops as co
 
@@ -54,36 +55,47 @@ def test_expressions_and_statements_behind_their_numbers(mutants) -> None:
     )
 
 
-def test_a_survivor_is_told(mutants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def outcomes(_: int, folder: Path) -> None:
     """On a tree of its own: a mutant that a test sees, one that none sees, one whose test fails anyway."""
+    sys.path.insert(0, str(ROOT / "ci"))
+    import mutants
+
     tests = {
         "test_right.py": "from f import f\ndef test_f(): assert f(2) == 4\n",
         "test_wrong.py": "def test_f(): assert False\n",
     }
-    monkeypatch.setattr(mutants, "ROOT", tmp_path / "own")
-    tree = mutants.Tree(tmp_path / "scratch")
-    for root in (tmp_path / "own", tree.root):
+    mutants.ROOT = folder / "own"
+    tree = mutants.Tree(folder / "scratch")
+    for root in (folder / "own", tree.root):
         (root / "tests").mkdir(parents=True)
         (root / "f.py").write_text("def f(x): return x * x\n")
         for name, text in tests.items():
             (root / "tests" / name).write_text(text)
     check = mutants.Check(tree, again=False)
+    cases = [
+        ("seen", "x * x * x", "test_right.py"),
+        ("unseen", "x + x", "test_right.py"),
+        ("broken", "x", "test_wrong.py"),
+        ("none", "x", "test_right.py -k nothing"),
+    ]
     found = [
         check.one(mutants.Mutant(name, "f.py", "§x * x§", new, test), i)
-        for i, (name, new, test) in enumerate(
-            [
-                ("seen", "x * x * x", "test_right.py"),
-                ("unseen", "x + x", "test_right.py"),
-                ("broken", "x", "test_wrong.py"),
-                ("none", "x", "test_right.py -k nothing"),
-            ]
-        )
+        for i, (name, new, test) in enumerate(cases)
     ]
-    assert [r["outcome"] for r in found] == ["killed", "survived", "not applicable", "not applicable"]
+    mutants.WAIT = 5
+    stuck = mutants.Mutant("stuck", "f.py", "§x * x§", "__import__('time').sleep(999)", "test_right.py")
+    found.append(check.one(stuck, 4))
+    seen, unseen, *neither, waits = [r["outcome"] for r in found]
+    assert (seen, unseen, waits) == ("killed", "survived", "killed") and neither == ["not applicable"] * 2
     assert found[0]["why"].startswith("test_right.py::test_f") and "test_wrong.py" in found[2]["why"]
+    assert found[4]["why"] == "SIGKILL"
     assert (tree.root / "f.py").read_text() == "def f(x): return x * x\n"
     counted = mutants.figures(found)
-    assert (counted["killed"], counted["survived"], counted["Python"]) == (1, 1, "1 of 4 killed")
+    assert (counted["killed"], counted["survived"], counted["Python"]) == (2, 1, "2 of 5 killed")
+
+
+def test_a_survivor_is_told(tmp_path: Path) -> None:
+    mp.spawn(outcomes, (tmp_path,))  # a process that forks must not have threads: one of pytest may
 
 
 @pytest.mark.slow

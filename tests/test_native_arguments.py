@@ -99,6 +99,18 @@ def test_other_numbers_of_dimensions_than_query(shape: tuple[int, ...], place: i
         OPS.galerkin_attention_small(*tensors, None)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_leading_dimensions_of_one(place: int) -> None:
+    """Found by the fuzzer: the gradient of a tensor that leads share was written for each of them."""
+    sizes = [(2, 5, 4), (2, 7, 4), (2, 7, 3)]
+    sizes[place] = (1, *sizes[place][1:])
+    tensors = [torch.ones(size) for size in sizes]
+    with pytest.raises(RuntimeError, match="leading dimensions"):
+        OPS.galerkin_attention_small(*tensors, None)
+    with pytest.raises(RuntimeError, match="leading dimensions"):
+        OPS.galerkin_attention_small_backward(torch.ones(2, 5, 3), *tensors, None, False)
+
+
 def test_a_copy_of_a_mask_of_keys_is_the_same_mask():
     """Hooks on saved tensors, as those that offload them, may hand the backward contiguous copies."""
     generator = torch.Generator().manual_seed(0)

@@ -74,14 +74,10 @@ class Kernel(Blocks):
         return super().share(local, block, part.shift, all_) * part.total
 
     def _largest(self, local: Block, block: Block) -> Tensor:
-        """log2 max w over the keys that the kernel reads, of each leading dimension."""
+        """log2 max w over the keys of each leading dimension, to which the kernels' records are relative."""
         if len(block) == 2:
             return local[0].new_zeros((*self.leads, 1), dtype=torch.float64)
         weights = block[2].expand(*self.leads, block[0].shape[-2])
-        if self._removes_keys(local[0].shape[-2]):
-            assert self.mask is not None
-            kept = self.mask.expand(*self.leads, *self.mask.shape[-2:])[..., 0, :]
-            weights = weights.masked_fill(~kept, 0.0)
         return weights.amax(-1, keepdim=True).double().log2()
 
     def _removes_keys(self, rows: int) -> bool:
