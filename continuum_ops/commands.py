@@ -225,12 +225,12 @@ def convergence(out: Path, small: bool, seed: int, no_plots: bool) -> None:
 @commands.command()
 def experiments() -> None:
     """The names that train and generate know."""
-    from .experiments import EXPERIMENTS, load
+    from .experiments import BASELINES, EXPERIMENTS, load
 
-    for name in EXPERIMENTS:
+    for name in (*EXPERIMENTS, *BASELINES):
         config = load(name)
         click.echo(
-            f"{name:<24} {config.model.preset} on {config.data.source}, {config.training.steps:,} steps"
+            f"{name:<25} {config.model.preset} on {config.data.source}, {config.training.steps:,} steps"
         )
 
 
@@ -274,7 +274,7 @@ def inspect(file: Path) -> None:
         layout = layout_of(file) if file.suffix in (".h5", ".hdf5") else None
         if layout is None:
             for name, array in read_arrays(file).items():
-                click.echo(f"{name:<24} {tuple(array.shape)} {str(array.dtype).removeprefix('torch.')}")
+                click.echo(f"{name:<25} {tuple(array.shape)} {str(array.dtype).removeprefix('torch.')}")
             return
         read = read_pdebench if layout == "pdebench" else read_the_well
         first = read(file, samples=slice(0, 1))

@@ -18,13 +18,14 @@ from .conservation_laws import InviscidBurgers, ShockTube
 from .convergence import convergence
 from .evaluation import Evaluation, evaluate
 from .navier_stokes import Kolmogorov, Vorticity
-from .presets import EXPERIMENTS, experiment_names, load
+from .presets import BASELINES, EXPERIMENTS, experiment_names, load
 from .running import Run, open_run, predict, read_log, roll_out, train
 from .scattered import ElasticCell, JoukowskiAirfoil
 from .sources import SOURCES, Case, Frames, Samples, Source
 from .store import SPLITS, generate
 
 __all__ = [
+    "BASELINES",
     "EXPERIMENTS",
     "SOURCES",
     "SPLITS",
