@@ -334,6 +334,7 @@ if __name__ == "__main__":
             "continuum_ops.distributed",
             "continuum_ops.experiments",
             "continuum_ops.experiments.papers",
+            "continuum_ops.experiments.tables",
             "continuum_ops.kernels",
             "continuum_ops.models",
             "continuum_ops.models.convert",
