@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -147,7 +148,7 @@ def run_name(part: Part, small: bool) -> str:
     """The name of a run, and of its folder: the experiment and what is changed."""
     base = f"{part.name}-small" if small else part.name
     words = [f"{key.partition('.')[2]}={value}" for key, value in _flat(part.changed(small)).items()]
-    return re.sub(r"[^A-Za-z0-9=._+-]+", "_", "-".join([base, *words])).strip("_")
+    return _file_name("-".join([base, *words]))
 
 
 def identity(config: Config) -> str:
@@ -188,7 +189,7 @@ class _Runs:
         key = run, json.dumps(test, sort_keys=True)
         if key not in self.results:
             words = "-".join(f"{name}={value}" for name, value in test.items())
-            out = run / "tests" / re.sub(r"[^A-Za-z0-9=._+-]+", "_", words).strip("_") if test else run
+            out = run / "tests" / _file_name(words) if test else run
             self.results[key] = _kept(run, out, test) or (
                 evaluate(run, data=self.data, out=out, workers=self.workers, plots=False, test=test).result
             )
@@ -313,6 +314,12 @@ def _kept(run: Path, out: Path, test: Content) -> dict[str, Any] | None:
 
 def _flat(content: Content) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, values in content.items() for key, value in values.items()}
+
+
+def _file_name(words: str) -> str:
+    """Without what a shell or a file system minds; the end of a long one is its hash."""
+    name = re.sub(r"[^A-Za-z0-9=._+-]+", "_", words).strip("_")
+    return name if len(name) <= 120 else f"{name[:110]}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
 
 def _quoted(text: str) -> str:
