@@ -16,7 +16,17 @@ from experiment_cases import TINY, TRAINING
 
 from continuum_ops.cli import main
 from continuum_ops.commands import _load
-from continuum_ops.experiments import TABLES, Config, ConfigError, fill_table, generate, load, open_run
+from continuum_ops.experiments import (
+    TABLES,
+    Config,
+    ConfigError,
+    fill_table,
+    generate,
+    load,
+    open_run,
+    running,
+    train,
+)
 from continuum_ops.experiments.config import config_from, merge
 from continuum_ops.experiments.running import NOISE_SEED
 from continuum_ops.experiments.tables import Part, Plot, Table, listed, needed
@@ -202,6 +212,33 @@ def test_cells_are_the_tests_of_their_runs(
         main(["tables", *arguments])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(neither.text)
+
+
+def test_an_interrupted_training_goes_on(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was started by hand, in any folder; one that another process trains is left alone."""
+    table = Table("t", {"r": Part("tno-cde", small=tiny("tno-cde"))}, {"c": Part(measure="mean")})
+    monkeypatch.setitem(TABLES, "t", table)
+    options = {"small": True, "runs": tmp_path, "out": tmp_path / "out", "data": data}
+    config, steps = config_of(table.cell("r", "c"), True), []
+    add = running._Log.add
+
+    def stop_at_11(log: Any, step: Any) -> None:
+        steps.append(step.step)
+        if len(steps) == 11:
+            raise KeyboardInterrupt
+        add(log, step)
+
+    monkeypatch.setattr(running._Log, "add", stop_at_11)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "by hand", data=data)
+    said: list[str] = []
+    with running._claimed(tmp_path / "by hand", config):
+        done = fill_table("t", train=True, say=said.append, **options)
+    assert done.result["cells"][0]["value"] is None
+    assert said == [f"training {tmp_path}/by hand", f"{tmp_path}/by hand is being trained by another process"]
+    done = fill_table("t", train=True, **options)
+    assert done.result["cells"][0]["run"] == str(tmp_path / "by hand")
+    assert steps == [*range(1, 12), *range(11, 21)]
 
 
 def test_a_stale_test_is_made_anew(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ _FACTORS = {"half": Part(mesh="x0.5"), "training": Part(), "twice": Part(mesh="x
 _AXIS = Plot("curves", (0.5, 1.0, 2.0), "points an axis, relative to the training's")
 
 
-def _high(experiment: str, **more: Content) -> Part:
+def _high(experiment: str, changes: Content | None = None) -> Part:
     """On 416 x 416 points."""
-    return Part(experiment, measure="median", small_test=_COARSER, **more)
+    return Part(experiment, measure="median", small_test=_COARSER, changes=changes or {})
 
 
 _PROBLEMS = {

@@ -17,7 +17,7 @@ from ...models.presets import preset_parts
 from ..config import Config, ConfigError, config_from, hint, merge, read_file
 from ..evaluation import Picture, evaluate, tested_as
 from ..operator import METRICS
-from ..running import CHECKPOINT, CONFIG, LOG, open_run, predict, read_log
+from ..running import BUSY, CHECKPOINT, CONFIG, LOG, open_run, predict, read_log
 from ..running import train as train_run
 from ..sources import Case
 from ..store import generate
@@ -90,7 +90,7 @@ def fill(
     for row in table.rows:
         for column in table.columns:
             part = table.cell(row, column)
-            cell = {"row": row, "column": column, "measure": part.measure}
+            cell: dict[str, Any] = {"row": row, "column": column, "measure": part.measure}
             cell |= {"value": None, "paper": table.published(row, column), "run": None}
             cells.append(cell | _filled(part, small, found))
             if plots and cells[-1]["run"] and table.drawn(row, column):
@@ -169,7 +169,13 @@ class _Runs:
         self, folder: Path, data: str | Path | None, workers: int, train: bool, say: Callable[[str], None]
     ) -> None:
         self.folder, self.data, self.workers, self.train, self.say = folder, data, workers, train, say
-        self.known = {identity(config): path for path, config in _finished(folder)}
+        self.known: dict[str, Path] = {}
+        self.begun: dict[str, tuple[Path, Config]] = {}
+        for path, config, finished in _runs(folder):
+            if finished:
+                self.known[identity(config)] = path
+            else:
+                self.begun[identity(config)] = path, config
         self.results: dict[tuple[Path, str], dict[str, Any]] = {}
 
     def find(self, part: Part, small: bool) -> Path | None:
@@ -178,10 +184,16 @@ class _Runs:
         same = identity(config)
         if same not in self.known and self.train:
             name = run_name(part, small)
-            self.say(f"training {name}")
-            folder = self.folder / name
-            train_run(replace(config, name=name), folder, data=self.data, workers=self.workers, say=self.say)
-            self.known[same] = folder
+            folder, config = self.begun.get(same, (self.folder / name, replace(config, name=name)))
+            self.say(f"training {folder}")
+            try:
+                train_run(config, folder, data=self.data, workers=self.workers, say=self.say)
+                self.known[same] = folder
+            except ConfigError as error:
+                # Processes that fill the same table share its trainings.
+                if BUSY not in str(error):
+                    raise
+                self.say(str(error))
         return self.known.get(same)
 
     def result(self, run: Path, test: Content) -> dict[str, Any]:
@@ -286,7 +298,8 @@ def case_of(config: Config, mesh: str) -> Case:
     raise ConfigError(f"mesh must be one of those of {config.name} ({known}), was {mesh!r}")
 
 
-def _finished(folder: Path) -> Iterator[tuple[Path, Config]]:
+def _runs(folder: Path) -> Iterator[tuple[Path, Config, bool]]:
+    """The runs of a folder, and whether they have ended."""
     for path in sorted(folder.glob(f"*/{CONFIG}")):
         run = path.parent
         try:
@@ -294,8 +307,8 @@ def _finished(folder: Path) -> Iterator[tuple[Path, Config]]:
         except ConfigError:  # of another version
             continue
         log = read_log(run / LOG)
-        if (run / CHECKPOINT).exists() and log and log[-1]["step"] == config.training.steps:
-            yield run, config
+        ended = (run / CHECKPOINT).exists() and log and log[-1]["step"] == config.training.steps
+        yield run, config, bool(ended)
 
 
 def _kept(run: Path, out: Path, test: Content) -> dict[str, Any] | None:

@@ -37,11 +37,12 @@ def flops(config: Config) -> int:
 def _formulas() -> dict[Any, Any]:
     own, aten = torch.ops.continuum_ops, torch.ops.aten
     names = ("forward", "plain", "plain_forward")
-    formulas = {getattr(own, f"continuum_attention_{name}"): _attention for name in names}
-    formulas |= {own.continuum_attention_chunked: _attention}
+    formulas: dict[Any, Any] = {getattr(own, f"continuum_attention_{name}"): _attention for name in names}
+    formulas[own.continuum_attention_chunked] = _attention
     formulas |= {getattr(own, f"patch_attention_{name}"): _patch_attention for name in names}
-    formulas |= {own.patch_analysis: _patch_modes, own.patch_synthesis: _patch_modes_back}
-    return formulas | {aten._fft_r2c: _fft, aten._fft_c2r: _fft_back}
+    formulas[own.patch_analysis], formulas[own.patch_synthesis] = _patch_modes, _patch_modes_back
+    formulas[aten._fft_r2c], formulas[aten._fft_c2r] = _fft, _fft_back
+    return formulas
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:

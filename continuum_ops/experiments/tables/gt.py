@@ -78,7 +78,7 @@ _SMALL_SIZE: Content = {
 }
 _ENCODER: Content = {"d_model": 128, "num_layers": 10, "decoder": "linear"}
 _MEMORY = "memory is that of a process on a GPU; bench/memory.py measures the operators'"
-_GFLOP = "of the profiler that the paper used, backward pass included"
+_GFLOP = "counted by the profiler that the paper used, backward pass included; not here"
 
 
 def _speeds(name: str, changes: Content) -> dict[str, Part]:
