@@ -394,7 +394,12 @@ def test_a_figure_of_curves(tmp_path: Path, data: Path, monkeypatch: pytest.Monk
     ]  # nothing to draw
     files = fill_table("curve", train=True, **options).files
     assert files[-1].name == "curve.png" and files[-1].read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert len(fill_table("curve", plots=False, **options).files) == 2
+    with pytest.raises(
+        ImportError, match=r'the figure needs matplotlib: pip install "continuum_ops\[train\]"'
+    ):
+        fill_table("curve", **options)
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

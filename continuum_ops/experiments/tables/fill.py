@@ -14,6 +14,7 @@ import torch
 
 from ...models import preset
 from ...models.presets import preset_parts
+from ...training.progress import require
 from ..config import Config, ConfigError, config_from, hint, merge, read_file
 from ..evaluation import Picture, evaluate, tested_as
 from ..operator import METRICS
@@ -82,6 +83,8 @@ def fill(
         ImportError: a package of ``continuum_ops[train]`` is missing.
     """
     table, folder = table_of(name), Path(runs)
+    if plots and table.plot is not None:
+        require("the figure", "matplotlib")
     if not folder.is_dir() and not train:
         raise ConfigError(f"{folder}: no such folder of runs")
     found = _Runs(folder, data, workers, train, say)
