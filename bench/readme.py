@@ -268,11 +268,13 @@ def demo(document: Document) -> str:
         [
             f"Lorenz-63, x(t) -> y(t), median (worst) of {settings['test_trajectories']} test trajectories; "
             f"TNO with {tno['parameters']:,} parameters, {settings['steps']} steps in "
-            f"{tno['cpu_seconds']:.0f} s of CPU time on the first mesh:",
+            f"{tno['cpu_seconds']:.0f} s of CPU time on {settings['train_trajectories']:,} trajectories, "
+            "sampled on the first mesh:",
             report.table(["mesh", "points", *names], lines),
             f"Darcy flow, a(x) -> u(x), mean (worst) of {tested['test_samples']} test samples; "
             f"PiT with {pit['parameters']:,} parameters, {tested['steps']} steps in "
-            f"{pit['cpu_seconds']:.0f} s of CPU time on the first grid:",
+            f"{pit['cpu_seconds']:.0f} s of CPU time on {tested['train_samples']:,} samples of "
+            "the first grid:",
             report.table(["grid", "error"], grids),
             f"One head of attention over {fine['mesh']} points, d = {fine['head_dim']}: "
             f"{fine['cpu_seconds']:.0f} s of CPU time, {fine['peak_memory_bytes'] / 1e6:.0f} MB beyond "
