@@ -148,7 +148,7 @@ MESHES = {
             "position: tiles skipped that count",
             "a.rate[h] * LOG2E * (s.box[t] - far) > §margin§ &&",
             "margin - 25",
-            POSITION.format("many"),
+            "test_position_attention_edge.py -k 'kernel and far_tile'",
         ),
         (
             "position: lse of the nearest key",
@@ -204,7 +204,7 @@ MESHES = {
             "position: stride of the channels ignored",
             "at[c] = widen(from[c * §o.column§]);",
             "1",
-            POSITION.format("random") + " test_position_attention_edge.py",
+            "test_position_attention_edge.py -k 'kernel and strided'",
         ),
         (
             "position: largest exponent beyond the radius",
@@ -250,12 +250,6 @@ MESHES = {
             "static_cast<const T*>(g.bias)[§k.first + i§]",
             "i",
             POSITION.format("many or softplus"),
-        ),
-        (
-            "position: gradient out of reach",
-            "if constexpr (REACH) §ds = x > end ? Vec<T>{} : ds;§",
-            "",
-            "test_position_attention_edge.py -k kernel",
         ),
         (
             "position: values' gradient of one head",

@@ -87,8 +87,7 @@ double score_gradients(const T* d2, const T* dot, int64_t count, int64_t active,
         if constexpr (REACH) e = x > end ? Vec<T>{} : e;
         store(p + at, e);
         if constexpr (SCORES) {
-          Vec<T> ds = e * (load(dot + at) - row);
-          if constexpr (REACH) ds = x > end ? Vec<T>{} : ds;  // 0 * inf: a pair out of reach has no gradient whatever its value holds
+          const Vec<T> ds = e * (load(dot + at) - row);
           of_bias[v] += ds;
           of_rate[v] = fma(ds, x, of_rate[v]);
           const Vec<T> m = ds * scale;

@@ -107,6 +107,26 @@ def test_gradients_that_come_in_for_empty_rows_do_not_count(path, bad):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def test_a_far_tile_that_counts(path):
+    """The keys of one cluster have 2^-13 of the weight of the other's: small, and more than rounding."""
+    near, far = points((300, 2), seed=1) / 20, points((100, 2), seed=2) / 20 + 1
+    x, y = points((100, 2), seed=3) / 20, torch.cat([near, far])
+    v = torch.cat([torch.zeros(1, 300, 1), torch.ones(1, 100, 1)], 1)
+    for rate in (3.0, 4.5, 6.0):
+        out = check(x, y, v, torch.tensor([rate]))["out"]
+        assert 1e-6 < float(out.max()) < 1e-2
+
+
+def test_a_large_weight_out_of_reach(path):
+    """Exponents are relative to the largest within the radius: beyond it there may be any other."""
+    x, y = torch.tensor([[0.0], [0.9]]), torch.tensor([[0.05], [0.5], [0.1]])
+    w, v = torch.tensor([1e-36, 1e36, 2e-36]), torch.tensor([1.0, 5.0, 4.0]).view(1, 3, 1)
+    out, lse = attend(x, y, v, torch.zeros(1), w, radius=torch.tensor([0.2, 2.0]))
+    torch.testing.assert_close(out.flatten(), torch.tensor([3.0, 5.0]))
+    torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(3e-36), math.log(1e36)]))
+    check(x, y, v, torch.ones(1), w, radius=torch.tensor([0.2, 2.0]))
+
+
 def test_radius_zero_keeps_coincident_points(path):
     y, v = points((40, 2)), draw((2, 40, 3))
     out, lse = attend(y, y, v, torch.tensor([3.0]), radius=0.0)
