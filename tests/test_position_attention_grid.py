@@ -194,6 +194,13 @@ def test_gradcheck_and_gradgradcheck(shapes, radius):
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
+def test_gradcheck_without_the_kernels(monkeypatch):
+    """On views by BLAS, as where the extension is not built; all sizes differ."""
+    monkeypatch.setattr(_grid_product, "_compiled", lambda x: False)
+    leaves, call = _problem(((2, 3), (5, 4)), weighted=True)
+    assert torch.autograd.gradcheck(call, leaves)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("radius", [None, 0.4, "each"])
 @pytest.mark.parametrize("heads", [1, 3])

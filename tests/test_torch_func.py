@@ -298,6 +298,20 @@ def test_values_are_checked_inside_transforms():
             jvp(lambda v, m=mesh: co.position_attention(m, m, v, -RATE), (q[0],), (q[0],))
 
 
+def test_values_are_checked_and_zero_is_none_too_small():
+    """Rate and radius 0: each query sees the key at its place alone."""
+    x, v = points((5, 2), F64), draw((2, 5, 2), F64)
+
+    def f(v):
+        nothing = torch.zeros(2, dtype=F64), torch.zeros(5, dtype=F64)
+        return co.position_attention(x, x, v, nothing[0], radius=nothing[1])
+
+    out, tangent = jvp(f, (v,), (v.exp(),))
+    torch.testing.assert_close(out, v[:, None].expand_as(out))
+    torch.testing.assert_close(tangent, v.exp()[:, None].expand_as(out))
+    torch.testing.assert_close(vmap(f)(v[None])[0], out)
+
+
 def test_dropout():
     q = torch.zeros(4, 1, 30, 2)
     v = torch.ones(4, 1, 30, 1)
