@@ -184,6 +184,30 @@ def test_third_derivative():
     assert grad.item() == 7.0
 
 
+@BOTH
+@pytest.mark.parametrize("how", ["one tensor", "key is value", "computed from another"])
+def test_second_derivatives_of_inputs_that_depend_on_each_other(attend, how):
+    """With create_graph=True the first derivative is composed anew: of each input for itself."""
+    x = draw((2, 6, 4), torch.float64, 1).requires_grad_()
+    y = draw((2, 6, 4), torch.float64, 2).requires_grad_()
+    p = draw((6,), torch.float64, 3, positive=True).requires_grad_()
+
+    def derivatives(function):
+        q, k, v, w = {
+            "one tensor": lambda: (x, x, x, p),
+            "key is value": lambda: (y, x, x, p),
+            "computed from another": lambda: (y, x, x * y.sin(), p * x[0, :, 0].exp()),
+        }[how]()
+        first = torch.autograd.grad(
+            function(q, k, v, w).square().sum(), (x, y, p), create_graph=True, materialize_grads=True
+        )
+        return first, torch.autograd.grad(sum(g.square().sum() for g in first), (x, y, p), allow_unused=True)
+
+    found, true = derivatives(attend), derivatives(lambda q, k, v, w: (q @ k.mT * w) @ v)
+    for one, other in zip((*found[0], *found[1]), (*true[0], *true[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-10)
+
+
 def test_weights_of_any_graph():
     """CASES 18: only the weights require gradients, made by softplus, of several shapes."""
     q, k, v = qkv((2, 3), 6, 7, 4, 5, torch.float64)

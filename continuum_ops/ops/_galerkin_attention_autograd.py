@@ -74,6 +74,8 @@ def _vector_jacobian(
     """The gradients of the product, differentiable where grad mode is on."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
+        # Views: partial derivatives. An input may be another one, or computed from it.
+        inputs = tuple(t.view_as(t) if need else t for t, need in zip(inputs, needed, strict=True))
         out = _ops.galerkin_attention.default(*inputs)
         wanted = [t for t, need in zip(inputs, needed, strict=True) if need]
         grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=create_graph))
