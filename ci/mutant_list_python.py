@@ -107,8 +107,26 @@ TRITON = {
     "kernels/_position_attention_kernels.py": [
         (
             "triton position: rate of the wrong sign",
-            "-INFINITY, weight §-§ squared * rate)",
+            "weight §-§ (squared - nearest) * rate",
             "+",
+            POSITION,
+        ),
+        (
+            "triton position: relative to dead keys",
+            "apart = §tl.where(weight == -INFINITY, INFINITY, squared)§",
+            "squared",
+            POSITION,
+        ),
+        (
+            "triton position: shift not moved with the nearest key",
+            "top - §(before - nearest) * speed§",
+            "0.0",
+            POSITION,
+        ),
+        (
+            "triton position: distance left out of lse",
+            "* 0.6931471805599453 §- tl.load(rate + head) * nearest§",
+            "",
             POSITION,
         ),
         (

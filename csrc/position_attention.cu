@@ -16,6 +16,7 @@ template <class T, bool TF32> int forward(const PositionProblem& p, const Positi
   Launcher launch(stream);
   pack(launch, p, pieces);
   launch(find_shifts<A>, geo.geometries * geo.query.pad / (PACK_THREADS / 8), PACK_THREADS, 0, geo);
+  launch(find_tops<A>, geo.nearest.entries * geo.nearest.pad / POINTS, POINTS, 0, geo.nearest);
   launch(find_tops<A>, geo.drop.entries * geo.drop.pad / POINTS, POINTS, 0, geo.drop);
   const SumOutput<T, A> o{static_cast<T*>(output.out), static_cast<A*>(output.lse), static_cast<A*>(output.stats), p.n, p.m, p.columns(),
                           int(p.heads), int(p.value_heads)};

@@ -32,6 +32,7 @@ template <class T, bool TF32> int backward(const PositionProblem& p, const Posit
   const Strided3<A> grad_lse{static_cast<const A*>(grads.grad_lse), {grads.grad_lse_strides[0], grads.grad_lse_strides[1], grads.grad_lse_strides[2]}};
   launch(pack_rows<T, A>, geo.drop.entries * geo.drop.pad / PACK_ROWS, 32 * PACK_ROWS, 0, geo, grad_out, static_cast<const T*>(grads.forward.out),
          static_cast<const A*>(grads.forward.stats), grad_lse, p.batch, p.channels);
+  launch(find_tops<A>, geo.nearest.entries * geo.nearest.pad / POINTS, POINTS, 0, geo.nearest);
   launch(find_tops<A>, geo.drop.entries * geo.drop.pad / POINTS, POINTS, 0, geo.drop);
   if (grads.grad_value) {
     const SumOutput<T, A> o{static_cast<T*>(grads.grad_value), nullptr, nullptr, p.m, p.n, p.columns(), int(p.value_heads), int(p.heads)};

@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& query_pos, const Tensor
   const Device device(value);
   Tensor out = torch::stable::new_empty(value, {p.batch, p.heads, p.n, p.channels});
   Tensor lse = torch::stable::new_empty(value, {p.geometries(), p.heads, p.n}, problem.acc);
-  Tensor stats = torch::stable::new_empty(value, {p.geometries(), p.heads, p.n, 2}, problem.acc);
+  Tensor stats = torch::stable::new_empty(value, {p.geometries(), p.heads, p.n, 3}, problem.acc);
   if (p.geometries() == 0) return {out, lse, stats};  // meshes of a batch of none
   Tensor scratch = scratch_for(problem, nullptr, value);
   check_success("position_attention", position_attention_forward_cuda(p, {out.mutable_data_ptr(), lse.mutable_data_ptr(), stats.mutable_data_ptr()},

@@ -39,7 +39,7 @@ struct PositionProblem {
 struct PositionOutput {  // contiguous
   void* out;    // dtype (batch, heads, n, channels)
   void* lse;    // accumulation type (geometries, heads, n)
-  void* stats;  // accumulation type (geometries, heads, n, 2): the shift of the exponents (base 2) and sum_k w_k 2^(s_ik - shift)
+  void* stats;  // accumulation type (geometries, heads, n, 3): d2 to the nearest key, the shift of the exponents (base 2), their sum
 };
 
 struct PositionGradients {

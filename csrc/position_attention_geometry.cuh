@@ -37,6 +37,7 @@ template <class A> struct Geometry {
   Points<A> query, key;
   Field<A> log_weights;  // base 2; -inf: the key does not exist
   Field<A> reach;        // squared radius of every query, rounding allowed for
+  Field<A> nearest;      // squared distance of every query to its nearest key, per geometry: the exponents are relative to it
   Field<A> drop;         // -shift of the exponents, per (geometry, head): the entries are geometry * heads + head
   A *scale, *centre;     // backward, as drop: 1 / denominator, and grad_lse - grad_out . out
   const A* period;       // (d, 2): length and its inverse, 0 where not periodic; null: nowhere
@@ -61,9 +62,11 @@ template <class A> __device__ __forceinline__ A nearest_image(A difference, cons
   return difference;
 }
 
-// log2(w_k e^{-rate |x - y|^2}). A distance that is not a number counts: it must come out.
-template <class A> __device__ __forceinline__ A score(A distance, A rate, A log_weight, A reach) {
-  const A s = fused(-rate, distance, log_weight);
+// log2(w_k e^{-rate (|x - y|^2 - nearest)}). Distances are subtracted first: rate |x - y|^2 may be thousands, whose rounding, and that of a
+// sum with log w, would be an error of the probability; of what counts in a row the difference is small. A distance that is not a
+// number counts: it must come out.
+template <class A> __device__ __forceinline__ A score(A distance, A nearest, A rate, A log_weight, A reach) {
+  const A s = fused(-rate, distance - nearest, log_weight);
   return distance > reach ? -INFINITE<A> : s;
 }
 
@@ -114,7 +117,8 @@ __device__ __forceinline__ bool skippable(const Geometry<A>& geo, int64_t g, int
   }
   gap2 *= A(0.9999);  // this sum, too, is rounded
   if (gap2 > geo.reach.top_of(g, query_tile)) return true;
-  return fused(-rate, gap2, geo.log_weights.top_of(g, key_tile)) + geo.drop.top_of(g * geo.heads + h, query_tile) < least;
+  const A beyond = gap2 - geo.nearest.top_of(g, query_tile);
+  return fused(-rate, beyond, geo.log_weights.top_of(g, key_tile)) + geo.drop.top_of(g * geo.heads + h, query_tile) < least;
 }
 
 // ---- Packing --------------------------------------------------------------------------------------------------------------------
@@ -199,7 +203,13 @@ template <class A> __global__ void pack_period(A* to, Period period, int first, 
   to[2 * axis + 1] = finite ? 1 / length : A(0);
 }
 
-// The largest exponent of every row becomes its shift. Eight threads take the keys of a query in turn, four heads at a time.
+// An exponent relative to `nearest`, infinite while there is no key, relative to `least`.
+template <class A> __device__ __forceinline__ A nearer(A exponent, A rate, A nearest, A least) {
+  return nearest < INFINITE<A> ? fused(rate, least - nearest, exponent) : exponent;
+}
+
+// The nearest key of every row, and the largest exponent relative to it, which becomes the row's shift. Eight threads take the keys of a
+// query in turn, four heads at a time.
 template <class A> __global__ void __launch_bounds__(PACK_THREADS) find_shifts(Geometry<A> geo) {
   const Points<A> &query = geo.query, &key = geo.key;
   const int64_t per_block = PACK_THREADS / 8, blocks = query.pad / per_block;
@@ -207,7 +217,7 @@ template <class A> __global__ void __launch_bounds__(PACK_THREADS) find_shifts(G
   const A *x = query.of(g) + i, *y = key.of(g), *log_weights = geo.log_weights.of(g);
   const A reach = geo.reach.of(g)[i];
   for (int h0 = 0; h0 < geo.heads; h0 += 4) {
-    A rate[4], most[4];
+    A rate[4], most[4], nearest = INFINITE<A>;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       rate[j] = geo.rate_of(h0 + j < geo.heads ? h0 + j : h0);
@@ -216,14 +226,34 @@ template <class A> __global__ void __launch_bounds__(PACK_THREADS) find_shifts(G
     for (int64_t k = threadIdx.x % 8 * 4; k < key.pad; k += 32) {
       const Four<A> distance = distances(x, query, y + k, key, geo.period);
       const Four<A> weight = *reinterpret_cast<const Four<A>*>(log_weights + k);
+      A least = nearest;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool counts = !(distance.x[e] > reach) && weight.x[e] != -INFINITE<A>;
+        least = counts && distance.x[e] < least ? distance.x[e] : least;
+      }
+      if (least < nearest) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) most[j] = nearer(most[j], rate[j], nearest, least);
+        nearest = least;
+      }
+      const A origin = nearest < INFINITE<A> ? nearest : A(0);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) most[j] = max_or_nan(most[j], score(distance.x[e], rate[j], weight.x[e], reach));
+        for (int e = 0; e < 4; ++e) most[j] = max_or_nan(most[j], score(distance.x[e], origin, rate[j], weight.x[e], reach));
       }
     }
+    A least = nearest;
+#pragma unroll
+    for (int lane = 1; lane < 8; lane *= 2) {
+      const A other = __shfl_xor_sync(0xffffffffu, least, lane);
+      least = other < least ? other : least;
+    }
+    if (h0 == 0 && threadIdx.x % 8 == 0) geo.nearest.value[g * query.pad + i] = i < query.n && least < INFINITE<A> ? least : A(0);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
+      most[j] = nearer(most[j], rate[j], nearest, least);
 #pragma unroll
       for (int lane = 1; lane < 8; lane *= 2) most[j] = max_or_nan(most[j], __shfl_xor_sync(0xffffffffu, most[j], lane));
       if (threadIdx.x % 8 == 0 && h0 + j < geo.heads) {

@@ -29,6 +29,7 @@ template <class A> struct Pieces {
     geo.key = points(std::max(p.key_entries, p.weight_entries), p.m, m);
     geo.log_weights = field(p.weight_entries, m);
     geo.reach = field(p.radius_entries, n);
+    geo.nearest = field(geometries, n);
     geo.drop = field(geometries * p.heads, n);
     if (p.period) geo.period = period = scratch.take<A>(2 * p.d);
     geo.rate = static_cast<const A*>(p.rate);

@@ -9,7 +9,7 @@ namespace cuda {
 
 constexpr int PACK_ROWS = 4, REDUCE_THREADS = 256;
 
-// One warp per row: grad_out . out over all columns, and the row's shift and denominator. A row without keys has gradient 0.
+// One warp per row: grad_out . out over all columns, and the row's nearest key, shift and denominator. A row without keys has gradient 0.
 template <class T, class A>
 __global__ void __launch_bounds__(32 * PACK_ROWS) pack_rows(Geometry<A> geo, Columns<T> grad_out, const T* out, const A* stats, Strided3<A> grad_lse,
                                                             int64_t batch, int64_t channels) {
@@ -29,10 +29,11 @@ __global__ void __launch_bounds__(32 * PACK_ROWS) pack_rows(Geometry<A> geo, Col
 #pragma unroll
   for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
   if (lane != 0) return;
-  const A denominator = live ? stats[2 * (gh * n + i) + 1] : A(0);
+  const A denominator = live ? stats[3 * (gh * n + i) + 2] : A(0);
   const bool empty = denominator == A(0);
   const A lse = live && grad_lse.data ? grad_lse.data[g * grad_lse.strides[0] + h * grad_lse.strides[1] + i * grad_lse.strides[2]] : A(0);
-  geo.drop.value[gh * pad + i] = live ? -stats[2 * (gh * n + i)] : -INFINITE<A>;
+  if (h == 0) geo.nearest.value[g * pad + i] = live ? stats[3 * (gh * n + i)] : A(0);
+  geo.drop.value[gh * pad + i] = live ? -stats[3 * (gh * n + i) + 1] : -INFINITE<A>;
   geo.scale[gh * pad + i] = empty ? A(0) : 1 / denominator;
   geo.centre[gh * pad + i] = empty ? A(0) : lse - sum;
 }

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(SUM_THREADS, Tile<T, TF32>::arithmetic >= Arit
   const int head = int(gh % geo.heads), value_head = o.value_heads == 1 ? 0 : head;
   const int64_t batch = geo.geometries == 1 ? 0 : g;
   const A rate = geo.rate_of(head);
-  const A *log_weights = geo.log_weights.of(g), *reaches = geo.reach.of(g), *drops = geo.drop.of(gh);
+  const A *log_weights = geo.log_weights.of(g), *reaches = geo.reach.of(g), *nearest = geo.nearest.of(g), *drops = geo.drop.of(gh);
   const A *scales = geo.scale + gh * geo.query.pad, *centres = geo.centre + gh * geo.query.pad;
   const A *row_position = row_points.of(g) + row0, *other_position = other_points.of(g);
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(SUM_THREADS, Tile<T, TF32>::arithmetic >= Arit
 #pragma unroll
       for (int c = 0; c < C; ++c) {
         const int64_t query = TRANSPOSED ? columns[c / 2] + c % 2 : row0 + rows[r], key = TRANSPOSED ? row0 + rows[r] : columns[c / 2] + c % 2;
-        p[r][c] = exp_2(score(distance[r][c], rate, log_weights[key], reaches[query]) + drops[query]) * scales[query];
+        p[r][c] = exp_2(score(distance[r][c], nearest[query], rate, log_weights[key] + drops[query], reaches[query])) * scales[query];
         counts |= p[r][c] != A(0);
       }
     }

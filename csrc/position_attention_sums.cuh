@@ -1,5 +1,6 @@
 // rows x columns = P x, by tensor cores. P is computed once per (query, key, head) for the batch and all channels of a block's columns
-// (up to 512) and kept in shared memory. The row maximum is known beforehand (find_shifts): nothing is rescaled, far tiles are skipped.
+// (up to 512) and kept in shared memory. A row's nearest key and its maximum are known beforehand (find_shifts): nothing is rescaled, far
+// tiles are skipped.
 #pragma once
 
 #include "cuda_tiles.h"
@@ -59,12 +60,13 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
   for (int head = head_begin; head < head_end; ++head) {
     const A rate = geo.rate_of(head);
     const int64_t gh = g * geo.heads + head;
-    const A* drops = geo.drop.of(gh);
+    const A *nearest = geo.nearest.of(g), *drops = geo.drop.of(gh);
     const A* scales = TRANSPOSED ? geo.scale + gh * geo.query.pad : nullptr;
     const A* log_weights = geo.log_weights.of(g);
     const A* reaches = geo.reach.of(g);
     // What belongs to the row: its own share of the exponent.
     const A row_term = TRANSPOSED ? log_weights[row0 + row] : drops[row0 + row];
+    const A row_nearest = TRANSPOSED ? A(0) : nearest[row0 + row];
     const A row_reach = TRANSPOSED ? A(0) : reaches[row0 + row];
     for (int64_t j0 = 0; j0 < o.others; j0 += S::BK) {
       const int64_t other_tile = j0 / POINTS;
@@ -78,8 +80,9 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
         const int64_t j = j0 + j_first + s;
         const Four<A> distance = distances(point, row_points, others + j, other_points, geo.period);
         const Four<A> term = *reinterpret_cast<const Four<A>*>((TRANSPOSED ? drops : log_weights) + j);
-        Four<A> reach, scale;
+        Four<A> near, reach, scale;
         if (TRANSPOSED) {
+          near = *reinterpret_cast<const Four<A>*>(nearest + j);
           reach = *reinterpret_cast<const Four<A>*>(reaches + j);
           scale = *reinterpret_cast<const Four<A>*>(scales + j);
         }
@@ -88,10 +91,10 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
         for (int e = 0; e < 4; ++e) {
           A p;
           if (TRANSPOSED) {
-            p = exp_2(score(distance.x[e], rate, row_term, reach.x[e]) + term.x[e]) * scale.x[e];
+            p = exp_2(score(distance.x[e], near.x[e], rate, row_term + term.x[e], reach.x[e])) * scale.x[e];
             counts |= p != A(0);
           } else {
-            p = exp_2(score(distance.x[e], rate, term.x[e], row_reach) + row_term);
+            p = exp_2(score(distance.x[e], row_nearest, rate, term.x[e] + row_term, row_reach));
             denominator += p;
             counts |= !(p <= geo.negligible);
           }
@@ -114,10 +117,12 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
       denominators[row] = denominator;
       if (column == 0 && row0 + row < o.rows) {
         const int64_t at = (g * geo.heads + out_head) * o.rows + row0 + row;
-        const A shift = -geo.drop.of(g * geo.heads + out_head)[row0 + row];
-        o.stats[2 * at] = shift;
-        o.stats[2 * at + 1] = denominator;
-        o.lse[at] = denominator == A(0) ? -INFINITE<A> : (shift + log_2(denominator)) * A(0.6931471805599453);
+        const A shift = -geo.drop.of(g * geo.heads + out_head)[row0 + row], nearest = geo.nearest.of(g)[row0 + row];
+        const A logarithm = fused(-geo.rate[out_head * geo.rate_stride], nearest, (shift + log_2(denominator)) * A(0.6931471805599453));
+        o.stats[3 * at] = nearest;
+        o.stats[3 * at + 1] = shift;
+        o.stats[3 * at + 2] = denominator;
+        o.lse[at] = denominator == A(0) ? -INFINITE<A> : logarithm;
       }
     }
     __syncthreads();

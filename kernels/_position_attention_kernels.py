@@ -2,8 +2,8 @@
 
 Rows are queries, or keys if KEY_MAJOR; the other points are looped over. Positions are (parts * D, points),
 coordinate by coordinate; the second part, if any (SPLIT), is what float32 leaves of float64 coordinates.
-Stats are (rows, 2): the shift of a row's exponents (base 2) and its denominator. Index vectors are 64-bit
-before they meet a stride.
+Stats are (rows, 3): the squared distance to a row's nearest key, which the exponents are relative to, their
+shift (base 2), and the denominator. Index vectors are 64-bit before they meet a stride.
 """
 
 from __future__ import annotations
@@ -52,20 +52,30 @@ def _squared(row, r, r_in, rows, other, o, o_in, others, period, D: tl.constexpr
 
 
 @triton.jit
-def _scores(squared, rate, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR: tl.constexpr):
-    """log2(w e^{-rate |x - y|^2}); -inf for keys that do not exist. A distance that is no number counts."""
+def _log_weights(squared, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR: tl.constexpr):
+    """log2 w of the pairs' keys, -inf for those that do not exist. A distance that is no number counts."""
     if KEY_MAJOR:
         keys, keys_in, queries, queries_in = r, r_in, o, o_in
     else:
         keys, keys_in, queries, queries_in = o, o_in, r, r_in
     weight = tl.load(log_weights + keys, mask=keys_in, other=-INFINITY)
     weight = weight[:, None] if KEY_MAJOR else weight[None, :]
-    s = tl.where(weight == -INFINITY, -INFINITY, weight - squared * rate)
     if reach is not None:
         limit = tl.load(reach + queries, mask=queries_in, other=0.0)
         limit = limit[None, :] if KEY_MAJOR else limit[:, None]
-        s = tl.where(squared > limit, -INFINITY, tl.where(limit == limit, s, float("nan")))
-    return s
+        weight = tl.where(squared > limit, -INFINITY, tl.where(limit == limit, weight, float("nan")))
+    return weight
+
+
+@triton.jit
+def _exponents(squared, nearest, weight, rate):
+    """log2(w e^{-rate (|x - y|^2 - nearest)}).
+
+    Distances are subtracted before the rate multiplies them: -rate |x - y|^2 may be thousands, and its
+    rounding, and that of a sum with log w, would be an error of the probability. Of what counts in a row the
+    difference is small, and exact where it is smallest.
+    """
+    return tl.where(weight == -INFINITY, -INFINITY, weight - (squared - nearest) * rate)
 
 
 @triton.jit
@@ -88,8 +98,8 @@ def weighted_sum_kernel(
     rows, others, columns, channels, heads, x_heads, out_heads,
     row_step, other_step, weights_step, reach_step, entry_step,
     x_batch, x_head, x_row, x_channel, out_batch,
-    D: tl.constexpr, SPLIT: tl.constexpr, KEY_MAJOR: tl.constexpr, PRECISION: tl.constexpr,
-    R: tl.constexpr, OTHER: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, SPLIT: tl.constexpr, KEY_MAJOR: tl.constexpr, WEIGHTED: tl.constexpr,
+    PRECISION: tl.constexpr, R: tl.constexpr, OTHER: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """rows x columns = P x: the output and its statistics, or with KEY_MAJOR the gradient of the values."""
     rows, others, columns = rows.to(tl.int64), others.to(tl.int64), columns.to(tl.int64)
@@ -114,17 +124,26 @@ def weighted_sum_kernel(
     x += g * entry_step * x_batch + _columns(j, columns, channels, x_batch, x_channel)[None, :]
     acc = tl.zeros([R, C], tl.float32)
     total = tl.zeros([R], tl.float32)
+    nearest = tl.zeros([R], tl.float32)
     shift = tl.zeros([R], tl.float32)
     if not KEY_MAJOR:
+        nearest += INFINITY
         top = tl.full([R], -INFINITY, tl.float32)
         speed = _rate(rate, head)
         for o0 in range(0, others, OTHER):
             o = o0 + tl.arange(0, OTHER).to(tl.int64)
             o_in = o < others
             squared = _squared(row_pos, r, r_in, rows, other_pos, o, o_in, others, period, D, SPLIT)
-            s = _scores(squared, speed, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR)
-            top = tl.maximum(top, tl.max(s, 1))
-        shift = tl.where(top == -INFINITY, 0.0, top)
+            weight = _log_weights(squared, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR)
+            apart = tl.where(weight == -INFINITY, INFINITY, squared)
+            before, nearest = nearest, tl.minimum(nearest, tl.min(apart, 1))
+            if WEIGHTED:  # of equal keys the nearest has the largest exponent, 0
+                s = _exponents(squared, tl.where(nearest == INFINITY, 0.0, nearest)[:, None], weight, speed)
+                top = tl.where(before == INFINITY, -INFINITY, top - (before - nearest) * speed)
+                top = tl.maximum(top, tl.max(s, 1))
+        nearest = tl.where(nearest == INFINITY, 0.0, nearest)
+        if WEIGHTED:
+            shift = tl.where(top == -INFINITY, 0.0, top)
     for h in range(head, head_end):
         speed = _rate(rate, h)
         x_of = x + (h if x_heads > 1 else h * 0) * x_head
@@ -132,15 +151,17 @@ def weighted_sum_kernel(
             o = o0 + tl.arange(0, OTHER).to(tl.int64)
             o_in = o < others
             squared = _squared(row_pos, r, r_in, rows, other_pos, o, o_in, others, period, D, SPLIT)
-            s = _scores(squared, speed, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR)
+            weight = _log_weights(squared, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR)
             if KEY_MAJOR:
-                at = stats + ((g * heads + h) * others + o) * 2
-                denominator = tl.load(at + 1, mask=o_in, other=0.0)
+                at = stats + ((g * heads + h) * others + o) * 3
+                near = tl.load(at, mask=o_in, other=0.0)[None, :]
+                less = tl.load(at + 1, mask=o_in, other=0.0)[None, :]
+                denominator = tl.load(at + 2, mask=o_in, other=0.0)
                 scale = tl.where(denominator == 0.0, 0.0, 1.0 / denominator)
-                p = tl.exp2(s - tl.load(at, mask=o_in, other=0.0)[None, :]) * scale[None, :]
+                p = tl.exp2(_exponents(squared, near, weight - less, speed)) * scale[None, :]
                 live = o_in
             else:
-                p = tl.exp2(s - shift[:, None])
+                p = tl.exp2(_exponents(squared, nearest[:, None], weight - shift[:, None], speed))
                 total += tl.sum(p, 1)
                 live = tl.load(log_weights + o, mask=o_in, other=-INFINITY) != -INFINITY
             tile = tl.load(x_of + o[:, None] * x_row, mask=live[:, None] & j_in[None, :], other=0.0)
@@ -148,9 +169,10 @@ def weighted_sum_kernel(
     if not KEY_MAJOR:
         if column == 0:
             at = (g * heads + head) * rows + r
-            tl.store(new_stats + 2 * at, shift, mask=r_in)
-            tl.store(new_stats + 2 * at + 1, total, mask=r_in)
-            logarithm = (shift + tl.log2(total)) * 0.6931471805599453
+            tl.store(new_stats + 3 * at, nearest, mask=r_in)
+            tl.store(new_stats + 3 * at + 1, shift, mask=r_in)
+            tl.store(new_stats + 3 * at + 2, total, mask=r_in)
+            logarithm = (shift + tl.log2(total)) * 0.6931471805599453 - tl.load(rate + head) * nearest
             tl.store(lse + at, tl.where(total == 0.0, -INFINITY, logarithm), mask=r_in)
         acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     width = tl.full([], 0, tl.int64) + channels
@@ -191,12 +213,13 @@ def score_sums_kernel(
         o = o0 + tl.arange(0, OTHER).to(tl.int64)
         o_in = o < others
         squared = _squared(row_pos, r, r_in, rows, other_pos, o, o_in, others, period, D, SPLIT)
-        s = _scores(squared, speed, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR)
+        weight = _log_weights(squared, r, r_in, o, o_in, log_weights, reach, KEY_MAJOR)
         q, q_in, k, k_in = (o, o_in, r, r_in) if KEY_MAJOR else (r, r_in, o, o_in)
-        at = stats + (gh * queries + q) * 2
-        denominator = tl.load(at + 1, mask=q_in, other=0.0)
+        at = stats + (gh * queries + q) * 3
+        nearest = tl.load(at, mask=q_in, other=0.0)
+        shift = tl.load(at + 1, mask=q_in, other=0.0)
+        denominator = tl.load(at + 2, mask=q_in, other=0.0)
         scale = tl.where(denominator == 0.0, 0.0, 1.0 / denominator)
-        shift = tl.load(at, mask=q_in, other=0.0)
         middle = tl.load(centre + gh * queries + q, mask=q_in, other=0.0)
         k_live = tl.load(log_weights + k, mask=k_in, other=-INFINITY) != -INFINITY
         acc = tl.zeros([R, OTHER], tl.float32)
@@ -220,9 +243,11 @@ def score_sums_kernel(
             else:
                 acc = tl.dot(grad_tile, tl.trans(value_tile), acc, input_precision=PRECISION)
         if KEY_MAJOR:
-            gradient = tl.exp2(s - shift[None, :]) * scale[None, :] * (acc + middle[None, :])
+            s = _exponents(squared, nearest[None, :], weight - shift[None, :], speed)
+            gradient = tl.exp2(s) * scale[None, :] * (acc + middle[None, :])
         else:
-            gradient = tl.exp2(s - shift[:, None]) * scale[:, None] * (acc + middle[:, None])
+            s = _exponents(squared, nearest[:, None], weight - shift[:, None], speed)
+            gradient = tl.exp2(s) * scale[:, None] * (acc + middle[:, None])
         result += tl.where(slot == 0, tl.sum(gradient, 1)[:, None], 0.0)
         result += tl.where(slot == 1, tl.sum(gradient * squared, 1)[:, None], 0.0)
         if POSITIONS:

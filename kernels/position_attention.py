@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 def blocks(dtype: torch.dtype) -> Blocks:
     """Sizes of a tile at which ptxas spills nothing; three TF32 products need the most registers."""
-    return Blocks(32, 32, 32, 8) if dtype == torch.float32 else Blocks(64, 32, 64, 4)
+    return Blocks(32, 32, 32, 8) if dtype == torch.float32 else Blocks(64, 32, 64, 8)
 
 
 def serves(value: Tensor) -> bool:
@@ -51,6 +51,7 @@ class _Geometry(NamedTuple):
     query: Tensor
     key: Tensor
     log_weights: Tensor  # (W, M) base 2, -inf: the key does not exist
+    weighted: bool
     reach: Tensor | None  # (R, N) squared radius, rounding allowed for
     rate: Tensor
     period: Tensor | None
@@ -105,6 +106,7 @@ def _geometry(
         _packed(query_pos),
         _packed(key_pos),
         log_weights,
+        weights is not None,
         reach,
         rate.contiguous(),
         lengths,
@@ -139,8 +141,8 @@ def _sum(
         row.shape[-1], other.shape[-1], columns, max(1, x.shape[-1]), geometry.rate.shape[0], x.shape[1],
         out.shape[1],
         *geometry.steps(key_major), *x.stride(), out.stride(0),
-        D=geometry.d, SPLIT=geometry.split, KEY_MAJOR=key_major, PRECISION=geometry.precision,
-        R=size.rows, OTHER=size.others, C=size.columns,
+        D=geometry.d, SPLIT=geometry.split, KEY_MAJOR=key_major, WEIGHTED=geometry.weighted,
+        PRECISION=geometry.precision, R=size.rows, OTHER=size.others, C=size.columns,
         num_warps=size.warps,
     )  # fmt: skip
 
@@ -188,7 +190,7 @@ def forward(
     heads, n = rate.shape[0], query_pos.shape[-2]
     out = value.new_empty((value.shape[0], heads, n, value.shape[-1]))
     lse = rate.new_empty((geometry.groups, heads, n))
-    stats = rate.new_empty((geometry.groups, heads, n, 2))
+    stats = rate.new_empty((geometry.groups, heads, n, 3))
     _sum(geometry, value, out, None, lse, stats)
     return out, lse, stats
 
@@ -220,7 +222,7 @@ def backward(
     centre = centre.sum(0, keepdim=True) if geometry.groups == 1 else centre
     if grad_lse is not None:
         centre = centre + grad_lse
-    centre = torch.where(stats[..., 1] == 0, 0.0, centre).contiguous()  # a row without keys has gradient 0
+    centre = torch.where(stats[..., 2] == 0, 0.0, centre).contiguous()  # a row without keys has gradient 0
 
     speed = torch.where(rate >= 0, rate, math.nan)
     rows: Tensor | None = None

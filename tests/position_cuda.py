@@ -70,6 +70,58 @@ def inputs(
     )
 
 
+def steep(case: str) -> Inputs:
+    """-rate |x - y|^2 is hundreds for the nearest key already, and of the same size for some others.
+
+    Coordinates are multiples of 2^-14 and weights over many decades powers of 2: squared distances and those
+    logarithms are exact.
+    """
+    options = {
+        "weights": {"weights": 1},
+        "no weights": {},
+        "radius": {"weights": 2, "radius": 2},
+        "period": {"weights": 1, "geometries": 2, "period": [0.125, float("inf")]},
+        "graded": {"weights": 1},
+        "nearest comes last": {"d": 1, "weights": 1},
+        "dead keys are nearer": {"weights": 1},
+    }
+    x = inputs(n=30, m=70, rate=1e5, **options[case])
+    x = x._replace(query_pos=(x.query_pos * 256).floor() / 8192, key_pos=(x.key_pos * 256).floor() / 8192)
+    x.query_pos[..., 0] += 2**-14  # no two points are half a period apart
+    x.key_pos[..., 0] += 2 / 32 if case == "period" else 4 / 32
+    if case == "radius":
+        x.radius.mul_(2).add_(3.5).div_(32)
+    elif case == "graded":
+        x.weights[:] = 2.0 ** -torch.linspace(0, 100, 70).round()
+    elif case == "nearest comes last":
+        x.key_pos[..., 0] = torch.arange(197, 127, -1) / 1024
+        x.weights[:, :35], x.weights[:, 35:] = 2.0**60, 2.0**-80
+    elif case == "dead keys are nearer":
+        x.key_pos[:, :30], x.weights[:, :30] = x.query_pos, 0
+    return x
+
+
+STEEP = ("weights", "no weights", "radius", "period", "graded", "nearest comes last", "dead keys are nearer")
+
+
+def equidistant() -> tuple[Inputs, Tensor, Tensor]:
+    """Two keys 1000 to the left and the right of the query, a farther one, and a dead one where the query is.
+
+    out is (v_0 + 3 v_1) / 4, lse log 4 - 1e6 rate, whatever the rate.
+    """
+    rate = torch.tensor([1e5, 1.0])
+    value = torch.tensor([[1.0, -2.0], [3.0, 5.0], [7e3, 1e4], [torch.nan, torch.nan]])[None, None]
+    places = torch.tensor([1000.0, -1000.0, 1001.0, 0.0])[None, :, None]
+    weights = torch.tensor([[1.0, 3.0, 9.0, 0.0]])
+    out = (value[..., :1, :] + 3 * value[..., 1:2, :]) / 4
+    lse = torch.log(torch.tensor(4.0, dtype=torch.float64)) - 1e6 * rate.double()
+    return (
+        Inputs(torch.zeros(1, 1, 1), places, value, rate, weights),
+        out.expand(1, 2, 1, 2),
+        lse[None, :, None],
+    )
+
+
 def grads_for(x: Inputs, seed: int = 9) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     batch, heads, n, channels = x.value.shape[0], x.rate.shape[0], x.query_pos.shape[-2], x.value.shape[-1]

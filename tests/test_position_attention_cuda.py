@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 from cuda_on_cpu import ROOT, build_script, needs_gpu, shim
-from position_cuda import GRADS, OPS, Inputs, check, exact, grads_for, inputs, run
+from position_cuda import GRADS, OPS, STEEP, Inputs, check, equidistant, exact, grads_for, inputs, run, steep
 
 INF = float("inf")
 
@@ -58,6 +58,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(device: str, case: str) -> None:
     check(device, inputs(**CASES[case]))
+
+
+@pytest.mark.parametrize("case", STEEP)
+def test_steep_rates(device: str, case: str) -> None:
+    """The rounding of -rate |x - y|^2, and of its sum with log w, is no error of the probabilities."""
+    check(device, steep(case))
+
+
+def test_the_weights_of_equidistant_keys_count_at_any_rate(device: str) -> None:
+    x, out, lse = equidistant()
+    result = run(device, x, *grads_for(x))
+    torch.testing.assert_close(result["out"], out)
+    torch.testing.assert_close(result["lse"].double(), lse, rtol=4e-7, atol=0)
 
 
 @pytest.mark.parametrize("channels", [8, 72, 264])

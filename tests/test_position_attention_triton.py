@@ -24,7 +24,7 @@ import triton_support
 triton_support.kernels()
 kernel = importlib.import_module("continuum_ops.kernels.position_attention")
 import position_cuda
-from position_cuda import check, grads_for, inputs
+from position_cuda import STEEP, check, equidistant, grads_for, inputs, steep
 
 def run(device, x, grad_out, grad_lse, *, seed=0, tf32=False):
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -47,6 +47,15 @@ check("triton", inputs(heads=1, channels=40, m=40), tf32=True)
 x = inputs(n=30, m=40, rate=50.0, geometries=2)
 far = torch.tensor([1e5, -3e5], dtype=torch.float64)
 check("triton", x._replace(query_pos=x.query_pos.double() + far, key_pos=x.key_pos.double() + far))
+"""
+STEEP = """
+for case in STEEP:
+    print(case)
+    check("triton", steep(case))
+x, out, lse = equidistant()
+result = run("triton", x, *grads_for(x))
+torch.testing.assert_close(result["out"], out)
+torch.testing.assert_close(result["lse"].double(), lse, rtol=4e-7, atol=0)
 """
 EDGES = """
 inf, nan = float("inf"), float("nan")
@@ -90,6 +99,6 @@ def in_a_process(code: str, **environment: str) -> None:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [VALUES, EDGES], ids=["values", "edges"])
+@pytest.mark.parametrize("cases", [VALUES, STEEP, EDGES], ids=["values", "steep", "edges"])
 def test_interpreted(cases: str) -> None:
     in_a_process(INTERPRET + PREPARE + cases, TRITON_INTERPRET="1")

@@ -79,6 +79,37 @@ def test_options_compile(options, monkeypatch):
     assert_within_bounds(log, 90, 16)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "capability, dtype, precision, everything",
+    [
+        (80, torch.float32, "high", False),
+        (80, torch.bfloat16, "highest", True),
+        (90, torch.float32, "highest", True),
+        (90, torch.bfloat16, "highest", True),
+        (100, torch.float32, "high", True),
+        (100, torch.bfloat16, "highest", False),
+    ],
+    ids=str,
+)
+def test_shipped_configurations_of_position_attention(capability, dtype, precision, everything, monkeypatch):
+    """everything: weights, radius, period and float64 positions. No kernel spills."""
+    kernel = kernels("position_attention")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    positions = torch.zeros(2, 100, 2, dtype=torch.float64 if everything else torch.float32)
+    value, rate = torch.zeros(2, 1, 100, 40, dtype=dtype), torch.ones(2)
+    given = torch.ones(2, 100) if everything else None
+    tensors = (positions, positions, value, rate, given)
+    options = (given, [1.0, 0.5] if everything else None)
+    with dryrun(capability) as log:
+        out, lse, stats = kernel.forward(*tensors, *options)
+        needs = [True] * 4 + [everything]
+        kernel.backward(out, lse, *tensors, out, lse, stats, *options, needs)
+    assert [c.name for c in log.compiled] == ["weighted_sum_kernel"] * 2 + ["score_sums_kernel"] * 2
+    assert all(c.registers <= 255 and c.spill_bytes == 0 for c in log.compiled), log.compiled
+    assert all(x.shared <= SHARED_MEMORY[capability] and x.grid[1:] == (1, 1) for x in log.launches)
+
+
 # Those of the fused nn.GalerkinAttention, forward and backward.
 GRAM_SPILLS = {16: 0, 64: 0, 128: 64, 256: 1024}
 

@@ -70,10 +70,10 @@ LIBRARY.define(
 )
 
 # Positions (P, N, d) and (P, M, d), P = 1 or B, float32 or float64; value (B, HV, M, C), HV = 1 or H; rate
-# (H,), weights (W, M), radius (R, N) in the accumulation dtype, W and R = 1 or B. out (B, H, N, C); lse and
-# stats (G, H, N[, 2]) with G = 1 where positions, weights and radius are shared by the batch, else B. What
-# stats holds is the backend's own affair: its backward reads it. Positions of float64 beside a narrower
-# value: their differences are as accurate as float32 can hold.
+# (H,), weights (W, M), radius (R, N) in the accumulation dtype, W and R = 1 or B. out (B, H, N, C); lse
+# (G, H, N) and stats (G, H, N, 2, on CUDA 3), G = 1 where positions, weights and radius are shared by the
+# batch, else B. What stats holds is the backend's own affair: its backward reads it. Positions of float64
+# beside a narrower value: their differences are as accurate as float32 can hold.
 _POSITION = "Tensor query_pos, Tensor key_pos, Tensor value, Tensor rate, Tensor? weights"
 _POSITION_GRADS = (
     "(Tensor grad_query_pos, Tensor grad_key_pos, Tensor grad_value, Tensor grad_rate, Tensor grad_weights)"

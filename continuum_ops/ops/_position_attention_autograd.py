@@ -63,8 +63,7 @@ _position_attention_cuda.register(_forward, _backward)
 @torch.library.register_fake("continuum_ops::position_attention_forward", lib=LIBRARY)
 def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Inputs(*args)
-    rows = x.rows()
-    return x.value.new_empty(x.out_shape()), x.rate.new_empty(rows), x.rate.new_empty((*rows, 2))
+    return x.value.new_empty(x.out_shape()), x.rate.new_empty(x.rows()), x.rate.new_empty(x.stats_shape())
 
 
 @torch.library.register_fake("continuum_ops::position_attention_plain_forward", lib=LIBRARY)

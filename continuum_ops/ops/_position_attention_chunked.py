@@ -45,6 +45,10 @@ class Inputs(NamedTuple):
         """Shape of lse, (G, H, N)."""
         return self.groups, self.rate.shape[0], self.query_pos.shape[-2]
 
+    def stats_shape(self) -> tuple[int, int, int, int]:
+        """On CUDA with the shift of each row's exponents, which the backward of the CPU finds again."""
+        return *self.rows(), 3 if self.value.device.type == "cuda" else 2
+
     def out_shape(self) -> tuple[int, int, int, int]:
         return self.value.shape[0], *self.rows()[1:], self.value.shape[-1]
 
@@ -170,14 +174,14 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output in value's dtype; lse and stats in the accumulation dtype."""
     out = x.value.new_zeros(x.out_shape())
     lse = x.rate.new_full(x.rows(), -math.inf)
-    stats = x.rate.new_zeros((*x.rows(), 2))
+    stats = x.rate.new_zeros(x.stats_shape())
     _check_values(x)
     if x.empty():
         return out, lse, stats
     with torch.no_grad(), torch.autocast(x.value.device.type, enabled=False):
         x = _blanked(x)
         for start, stop in _blocks(x):
-            part, lse[..., start:stop], stats[..., start:stop, :] = _attend(_block(x, start, stop))
+            part, lse[..., start:stop], stats[..., start:stop, :2] = _attend(_block(x, start, stop))
             out[..., start:stop, :] = part
     return out, lse, stats
 
