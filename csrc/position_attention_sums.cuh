@@ -60,13 +60,12 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
   for (int head = head_begin; head < head_end; ++head) {
     const A rate = geo.rate_of(head);
     const int64_t gh = g * geo.heads + head;
-    const A *nearest = geo.nearest.of(g), *drops = geo.drop.of(gh);
-    const A* scales = TRANSPOSED ? geo.scale + gh * geo.query.pad : nullptr;
+    const A* drops = geo.drop.of(gh);
     const A* log_weights = geo.log_weights.of(g);
     const A* reaches = geo.reach.of(g);
     // What belongs to the row: its own share of the exponent.
     const A row_term = TRANSPOSED ? log_weights[row0 + row] : drops[row0 + row];
-    const A row_nearest = TRANSPOSED ? A(0) : nearest[row0 + row];
+    const A row_nearest = TRANSPOSED ? A(0) : geo.nearest.of(g)[row0 + row];
     const A row_reach = TRANSPOSED ? A(0) : reaches[row0 + row];
     for (int64_t j0 = 0; j0 < o.others; j0 += S::BK) {
       const int64_t other_tile = j0 / POINTS;
@@ -81,10 +80,10 @@ __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 1 : CT == 64 && Tile
         const Four<A> distance = distances(point, row_points, others + j, other_points, geo.period);
         const Four<A> term = *reinterpret_cast<const Four<A>*>((TRANSPOSED ? drops : log_weights) + j);
         Four<A> near, reach, scale;
-        if (TRANSPOSED) {
-          near = *reinterpret_cast<const Four<A>*>(nearest + j);
+        if (TRANSPOSED) {  // addresses formed here: as many kept over the loop spill on sm_80
+          near = *reinterpret_cast<const Four<A>*>(geo.nearest.of(g) + j);
           reach = *reinterpret_cast<const Four<A>*>(reaches + j);
-          scale = *reinterpret_cast<const Four<A>*>(scales + j);
+          scale = *reinterpret_cast<const Four<A>*>(geo.scale + (gh * geo.query.pad + j));
         }
         struct alignas(4 * sizeof(T)) { T x[4]; } packed;
 #pragma unroll
