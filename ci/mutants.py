@@ -5,8 +5,8 @@
 A copy of the tree is changed, build/mutants/tree, never the checkout. All C++ mutants are built at once, each
 behind a look at the environment (CO_MUTANT=7 is mutant 7), with -O1; objects that no mutant touches are those
 of the checkout's own build where that is current. Mutants of Python and Triton are written into the copy one
-at a time. The tests must pass without a mutant first. What was found is kept in build/mutants/results.json
-as long as the mutant and its file are as they were, so that an interrupted run goes on.
+at a time. The tests must pass without a mutant first. Killed mutants are kept in build/mutants/results.json
+as long as they and their file are as they were, so that an interrupted run goes on.
 
 --short runs SHORT, a few of each language; --only those whose name contains a word; --again forgets what was
 found; --record writes the figures to bench/results/trust.json. Exit status 1: less than 95 % were killed, or
@@ -302,8 +302,9 @@ class Check:
 
     def one(self, mutant: Mutant, number: int) -> dict[str, Any]:
         digest = self.digest(mutant)
-        if self.found.get(mutant.name, {}).get("digest") == digest:
-            return self.found[mutant.name]
+        known = self.found.get(mutant.name, {})
+        if known.get("digest") == digest and known["outcome"] == "killed":  # tests may be new to a survivor
+            return known
         start = time.monotonic()
         complaint = self.complaint(mutant)
         if complaint is not None:
