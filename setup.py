@@ -333,6 +333,8 @@ if __name__ == "__main__":
             "continuum_ops.demo",
             "continuum_ops.distributed",
             "continuum_ops.experiments",
+            "continuum_ops.experiments.papers",
+            "continuum_ops.experiments.tables",
             "continuum_ops.kernels",
             "continuum_ops.models",
             "continuum_ops.models.convert",

@@ -1,4 +1,4 @@
-"""Plots of the committed results: rooflines and cost against N, docs/figures/*.svg.
+"""Plots of the committed results, docs/figures/*.svg: what weights change, rooflines, cost against N.
 
     python bench/plots.py                 # every machine with results in bench/results/
     python bench/plots.py --machine NAME
@@ -137,6 +137,44 @@ def shares(documents: Sequence[Document], path: Path) -> None:
     plt.close(figure)
 
 
+def weights(convergence: Document, demo: Document, path: Path) -> None:
+    """README.md's picture: errors on uneven meshes, of an operator and of a trained model, by weights."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    rules = {
+        "equal weights, uneven points": "equal weights",
+        "trapezoid, uneven points": "quadrature weights",
+    }
+    for (rule, label), colour, marker in zip(rules.items(), COLOURS[1::-1], "so", strict=True):
+        (row,) = (
+            r
+            for r in convergence["rows"]
+            if (r["operator"], r["dimension"], r["rule"]) == ("continuum attention, self", 1, rule)
+        )
+        left.plot(row["points"], row["errors"], f"-{marker}", color=colour, ms=4, label=label)
+    left.set(xscale="log", yscale="log", xlabel="points of an uneven mesh", ylabel="relative error")
+    left.set_title("attention against its integral", fontsize=10)
+    left.legend(fontsize=8)
+    names = list(dict.fromkeys(row["mesh"] for row in demo["meshes"]))
+    for shift, (kind, colour) in zip((-0.2, 0.2), (("equal", 1), ("trapezoid", 0)), strict=True):
+        medians = [100 * r["median"] for r in demo["meshes"] if r["weights"] == kind]
+        bars = right.bar(
+            [i + shift for i in range(len(names))],
+            medians,
+            0.38,
+            color=COLOURS[colour],
+            label=f"{kind} weights",
+        )
+        right.bar_label(bars, fmt="%.2f", fontsize=7)
+    right.set_xticks(range(len(names)), [name.replace(" (", "\n(") for name in names], fontsize=8)
+    right.set(ylabel="median error, %")
+    right.set_title("a trained operator, by mesh of the test", fontsize=10)
+    right.legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def page(machine: Mapping[str, Any], name: str, costs: Sequence[str]) -> str:
     lines = [f"## {machine['cpu']}", "", report.render_machine(machine), ""]
     lines += [f"![Roofline](figures/roofline-{name}.svg)", "", f"![Shares](figures/shares-{name}.svg)", ""]
@@ -162,8 +200,17 @@ def main() -> None:
             if wanted in (None, name):
                 found.setdefault(name, []).append(document)
     FIGURES.mkdir(parents=True, exist_ok=True)
+    weights(
+        *(
+            json.loads(
+                sorted(RESULTS.glob(f"{op}-*.json"))[-1].read_text()
+            )  # errors are those of any machine
+            for op in ("convergence", "demo")
+        ),
+        FIGURES / "weights.svg",
+    )
     text = [
-        "# Measured",
+        "# Rooflines and cost",
         "",
         "Written by `bench/plots.py` from `bench/results/`. No GPU figure is measured yet.",
         "",
@@ -177,7 +224,7 @@ def main() -> None:
         for document in costs:
             cost(document, FIGURES / f"cost-{document['op']}-{name}.svg")
         text.append(page(documents[0]["machine"], name, [d["op"] for d in costs]))
-    (ROOT / "docs" / "measured.md").write_text("\n".join(text))
+    (ROOT / "docs" / "plots.md").write_text("\n".join(text))
 
 
 if __name__ == "__main__":

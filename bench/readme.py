@@ -1,10 +1,13 @@
-"""The measured blocks of README.md and bench/README.md, from bench/results/: no figure is typed by hand.
+"""The measured blocks of README.md, docs/measured.md and bench/README.md, from bench/results/.
+
+No figure is typed by hand.
 
     python bench/readme.py          # rewrites the blocks
     python bench/readme.py --check  # exit code 1 if a file differs from its results
 
 A block stands between ``<!-- measured: FILE.json -->`` and ``<!-- end -->``; the "op" of the file says how it
-is rendered. ``FILE.json memory`` takes the peak memory of a benchmark.
+is rendered. ``FILE.json memory`` takes the peak memory of a benchmark, and ``headline-MACHINE`` a few rows of
+several files.
 """
 
 from __future__ import annotations
@@ -15,31 +18,40 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-FILES = (ROOT / "README.md", ROOT / "bench" / "README.md")
-BLOCK = re.compile(r"<!-- measured: (\S+?\.json)( memory)? -->\n(.*?)<!-- end -->", re.DOTALL)
+FILES = (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "bench" / "README.md")
+BLOCK = re.compile(r"<!-- measured: (\S+?)( memory)? -->\n(.*?)<!-- end -->", re.DOTALL)
 PASSES = ("forward", "forward + backward")
 
 Row = Mapping[str, Any]
 Document = Mapping[str, Any]
 
 
+def commit(document: Document) -> str:
+    return (document["machine"].get("commit") or "unknown").split()[0][:7]
+
+
+def processor(m: Mapping[str, Any]) -> str:
+    if "avx2" not in m:  # what `continuum-ops demo` itself writes
+        return f"{m['cpu']}, {m['cores']} cores, {m['backends']['cpu']}, torch {m['torch']}"
+    isa = "AVX-512" if m["avx512f"] else "AVX2" if m["avx2"] else "neither AVX2 nor AVX-512"
+    return f"{m['cpu']}, {isa}, {m['cores']} {'virtual ' if m['virtual'] else ''}cores, torch {m['torch']}"
+
+
 def machine(document: Document) -> str:
     """One sentence: the machine, its measured ceilings, the commit."""
-    m = document["machine"]
-    isa = "AVX-512" if m["avx512f"] else "AVX2" if m["avx2"] else "neither AVX2 nor AVX-512"
-    text = f"{m['cpu']}, {isa}, {m['cores']} {'virtual ' if m['virtual'] else ''}cores, torch {m['torch']}"
+    text = processor(document["machine"])
     for threads, c in (document.get("ceilings") or {"threads": {}})["threads"].items():
         text += (
             f"; {threads} threads reach {c['fma_gflops']:.0f} GFLOP/s FMA, "
             f"{c['exp2_giga_per_s']:.1f} G exp2/s, torch.mm {c['blas_gflops']:.0f} GFLOP/s"
         )
-    return f"{text}; commit {(m['commit'] or 'unknown').split()[0][:7]}."
+    return f"{text}; commit {commit(document)}."
 
 
 def pick(rows: Sequence[Row], **wanted: Any) -> Row | None:
@@ -125,6 +137,175 @@ def patches(document: Document) -> str:
     )
 
 
+class Headline(NamedTuple):
+    """A row of a result file's table, and the form that it stands beside."""
+
+    op: str
+    what: str
+    row: Mapping[str, Any]
+    ours: str
+    other: str
+    title: str  # of the other form
+    allocator: str = "kept"
+
+
+BOTH = "forward + backward, float32"
+HEADLINES = (
+    Headline(
+        "continuum_attention",
+        "`continuum_attention`, 16,384 points, 8 heads of 16",
+        {"table": BOTH, "d": 16, "N": 16384},
+        "continuum_attention",
+        "(b) SDPA, log w mask",
+        "SDPA with log w as its mask",
+        "default",
+    ),
+    Headline(
+        "continuum_attention",
+        "the same, 4,096 points",
+        {"table": BOTH, "d": 16, "N": 4096},
+        "continuum_attention",
+        "(a) plain PyTorch",
+        "plain PyTorch",
+    ),
+    Headline(
+        "position_attention",
+        "`position_attention`, 4,096 points, 8 samples of 64 channels",
+        {"table": f"points, {BOTH}", "N": 4096},
+        "position_attention",
+        "(a) plain PyTorch",
+        "plain PyTorch",
+    ),
+    Headline(
+        "patch_attention",
+        "`patch_attention`, 416 x 416 points",
+        {"table": BOTH, "grid": "416 x 416"},
+        "patch_attention",
+        "(a) rearrange, einsum",
+        "rearrange and einsum",
+    ),
+    Headline(
+        "fourier_patch_attention",
+        "`nn.FourierPatchAttention`, 416 x 416 points",
+        {"table": BOTH, "grid": "416 x 416"},
+        "mode space",
+        "space: 1 rfft2, bmm, 3 irfft2, bmm",
+        "Q, K and V in space",
+    ),
+    Headline(
+        "galerkin_attention",
+        "10 layers of `nn.GalerkinAttention`, 8,192 points",
+        {"table": BOTH, "N": 8192},
+        "galerkin",
+        "softmax",
+        "softmax attention of this package",
+        "default",
+    ),
+    Headline(
+        "overhead",
+        "`continuum_attention`, 16 points, 1 head of 16, one thread",
+        {"table": f"{BOTH}, N = M = 16, d = 16, B = 1", "threads": 1, "H": 1},
+        "continuum_attention",
+        "sdpa",
+        "SDPA without weights",
+        "default",
+    ),
+)
+
+
+def headline(name: str) -> str:
+    """The table of README.md, of one machine."""
+    documents = {
+        op: json.loads((RESULTS / f"{op}-{name}.json").read_text())
+        for op in dict.fromkeys(h.op for h in HEADLINES)
+    }
+    lines = []
+    for h in HEADLINES:
+        document = documents[h.op]
+        ours, other = (
+            pick(document["rows"], candidate=c, allocator=h.allocator, **h.row) for c in (h.ours, h.other)
+        )
+        if ours is None or other is None:
+            raise LookupError(f"{h.op}-{name}.json has no row of {h.what!r} beside {h.other!r}")
+        times = f"{other['ms'] / ours['ms']:.2f}"
+        lines.append([h.what, f"{report.milliseconds(ours['ms'])} ms", h.title, times, commit(document)])
+    first = documents[HEADLINES[0].op]
+    peak = {r["candidate"]: r for r in first["memory"] if r["pass"] == "forward + backward"}
+    ours, other = peak["continuum_attention"], peak["(b) SDPA, log w mask"]
+    header = ["forward + backward, float32", "ours", "beside", "its time / ours", "commit"]
+    points = int(ours["shape"].split(",")[0].split()[-1])
+    return (
+        f"{report.table(header, lines)}\n\n"
+        f"Peak memory beyond inputs and outputs at {points:,} points, one head of 16: "
+        f"{ours['extra_mib']:.1f} MiB, SDPA with log w as its mask {other['extra_mib']:.1f} MiB; "
+        f"one N x N matrix takes {ours['scores_mib'] / 1024:.0f} GiB.\n"
+        f"{processor(first['machine'])}, {first['settings']['threads']} threads but for the last row."
+    )
+
+
+def percent(error: float) -> str:
+    return f"{100 * error:.2f} %"
+
+
+def demo(document: Document) -> str:
+    """What ``make demo`` measures."""
+    settings, fine = document["settings"], document["large_grid"]
+    meshes: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in document["meshes"]:
+        meshes.setdefault((row["mesh"], row["points"]), {})[row["weights"]] = row
+    lines = [
+        [mesh, str(n), *(f"{percent(w[k]['median'])} ({100 * w[k]['worst']:.1f} %)" for k in w)]
+        for (mesh, n), w in meshes.items()
+    ]
+    names = [f"{name} weights" for name in next(iter(meshes.values()))]
+    darcy = document["darcy"]
+    grids = [
+        [f"{g['resolution']} x {g['resolution']}", f"{percent(g['mean'])} ({100 * g['worst']:.1f} %)"]
+        for g in darcy["grids"]
+    ]
+    tno, pit, tested = document["training"], darcy["training"], settings["darcy"]
+    return "\n\n".join(
+        [
+            f"Lorenz-63, x(t) -> y(t), median (worst) of {settings['test_trajectories']} test trajectories; "
+            f"TNO with {tno['parameters']:,} parameters, {settings['steps']} steps in "
+            f"{tno['cpu_seconds']:.0f} s of CPU time on {settings['train_trajectories']:,} trajectories, "
+            "sampled on the first mesh:",
+            report.table(["mesh", "points", *names], lines),
+            f"Darcy flow, a(x) -> u(x), mean (worst) of {tested['test_samples']} test samples; "
+            f"PiT with {pit['parameters']:,} parameters, {tested['steps']} steps in "
+            f"{pit['cpu_seconds']:.0f} s of CPU time on {tested['train_samples']:,} samples of "
+            "the first grid:",
+            report.table(["grid", "error"], grids),
+            f"One head of attention over {fine['mesh']} points, d = {fine['head_dim']}: "
+            f"{fine['cpu_seconds']:.0f} s of CPU time, {fine['peak_memory_bytes'] / 1e6:.0f} MB beyond "
+            f"{fine['inputs_and_output_bytes'] / 1e6:.0f} MB of inputs and output, where one N x N matrix "
+            f"takes {fine['n_by_n_bytes'] / 1e9:.0f} GB; largest error against float64 "
+            f"{fine['error_against_float64']:.1e} of the largest value.",
+            f"In all {document['seconds']:.0f} s, {settings['threads']} thread"
+            f"{'s' if settings['threads'] > 1 else ''}.",
+        ]
+    )
+
+
+def convergence(document: Document) -> str:
+    """Errors against the integral on uneven points: by their weights, and by equal ones."""
+    rules = {
+        (1, "trapezoid, uneven points"): "trapezoid",
+        (2, "Voronoi, scattered points"): "Voronoi",
+        (1, "equal weights, uneven points"): "equal",
+        (2, "equal weights, uneven points"): "equal",
+    }
+    lines = []
+    for row in document["rows"]:
+        rule = rules.get((row["dimension"], row["rule"]))
+        if rule is not None:
+            ends = [f"{row['errors'][i]:.1e} ({row['points'][i]:,})" for i in (0, -1)]
+            theory = f"{round(row['order'], 2) + 0.0:.2f} ({row['expected']:g})"  # no -0.00
+            lines.append([row["operator"], str(row["dimension"]), rule, *ends, theory])
+    header = ["operator", "dimensions", "weights", "error (points)", "error (points)", "order (theory)"]
+    return report.table(header, lines)
+
+
 def memory(document: Document) -> str:
     lines = [
         [r["candidate"], r["pass"], f"{r['inputs_mib'] + r['outputs_mib']:.0f}", f"{r['extra_mib']:.1f}"]
@@ -177,6 +358,8 @@ def script(name: str, rows: bool = False) -> Callable[[Document], str]:
 
 
 RENDER: dict[str, Callable[[Document], str]] = {
+    "demo": demo,
+    "convergence": convergence,
     "continuum_attention": continuum_attention,
     "position_attention": position_attention,
     "patch_attention": patches,
@@ -195,10 +378,13 @@ RENDER: dict[str, Callable[[Document], str]] = {
 
 
 def block(name: str, part: str) -> str:
+    kind, _, of = name.partition("-")
+    if kind == "headline":
+        return headline(of)
     document = json.loads((RESULTS / name).read_text())
     if part:
         return memory(document)
-    return f"{RENDER[document['op']](document)}\n\n{machine(document)}"
+    return f"{RENDER[document.get('op', 'demo')](document)}\n\n{machine(document)}"
 
 
 def rewrite(text: str) -> str:

@@ -1,6 +1,6 @@
 """Every benchmark in one command, and how far its ratios are from the committed ones of the same machine.
 
-    python bench/run.py            # all sizes: bench/results/, README.md's tables, the plots of docs/
+    python bench/run.py            # all sizes: bench/results/, the tables and plots of README.md and docs/
     python bench/run.py --short    # fewer sizes and rounds, in build/bench; compares with bench/results/
     python bench/run.py --only position_attention overhead
     python bench/run.py --list

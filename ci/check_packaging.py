@@ -93,7 +93,9 @@ def check_wheel(wheel: Path, *, compiled: bool) -> None:
     assert "continuum_ops/py.typed" in names, names
     assert "continuum_ops/kernels/__init__.py" in names, names
     extensions = [name for name in names if name.startswith("continuum_ops/_C") and name.endswith(".so")]
-    assert len(extensions) == compiled, extensions
+    # Another one besides where torch is a CUDA build and nvcc is there.
+    assert len([name for name in extensions if "_C_cuda" not in name]) == compiled, extensions
+    assert compiled or not extensions, extensions
     assert wheel.name.endswith("-none-any.whl") != compiled, wheel.name
     for package in (ROOT / "continuum_ops").rglob("*.py"):
         name = package.relative_to(ROOT).as_posix()

@@ -223,14 +223,74 @@ def convergence(out: Path, small: bool, seed: int, no_plots: bool) -> None:
 
 
 @commands.command()
+@click.argument("table", required=False)
+@click.option("--small", is_flag=True, help="Runs at the settings for two cores and minutes.")
+@click.option(
+    "--runs",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="runs",
+    show_default=True,
+    help="Directory of the directories of runs.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="tables",
+    show_default=True,
+    help="Directory of the files.",
+)
+@click.option("--train", "training", is_flag=True, help="Train the runs that are missing, one by one.")
+@click.option("--no-plots", is_flag=True, help="The table alone, as Markdown and JSON.")
+@_data
+@_workers
+def tables(
+    table: str | None,
+    small: bool,
+    runs: Path,
+    out: Path,
+    training: bool,
+    no_plots: bool,
+    data: Path,
+    workers: int,
+) -> None:
+    """Fill a TABLE or figure of the papers from runs; without TABLE: list them and what they need.
+
+    A cell holds our value and, in brackets, the paper's. It is empty where nothing was run, with the command
+    that would train it. With --train what was interrupted goes on when it is started again.
+    """
+    with reported():
+        from .experiments import TABLES, fill_table
+        from .experiments.tables import listed
+
+        if table is None:
+            for name in TABLES:
+                click.echo(listed(name, small))
+            return
+        done = fill_table(
+            table,
+            small=small,
+            runs=runs,
+            out=out,
+            data=data,
+            train=training,
+            workers=workers,
+            plots=not no_plots,
+            say=click.echo,
+        )
+        click.echo(done.text)
+        for path in done.files:
+            click.echo(f"wrote {path}")
+
+
+@commands.command()
 def experiments() -> None:
     """The names that train and generate know."""
-    from .experiments import EXPERIMENTS, load
+    from .experiments import BASELINES, EXPERIMENTS, load
 
-    for name in EXPERIMENTS:
+    for name in (*EXPERIMENTS, *BASELINES):
         config = load(name)
         click.echo(
-            f"{name:<24} {config.model.preset} on {config.data.source}, {config.training.steps:,} steps"
+            f"{name:<25} {config.model.preset} on {config.data.source}, {config.training.steps:,} steps"
         )
 
 
@@ -274,7 +334,7 @@ def inspect(file: Path) -> None:
         layout = layout_of(file) if file.suffix in (".h5", ".hdf5") else None
         if layout is None:
             for name, array in read_arrays(file).items():
-                click.echo(f"{name:<24} {tuple(array.shape)} {str(array.dtype).removeprefix('torch.')}")
+                click.echo(f"{name:<25} {tuple(array.shape)} {str(array.dtype).removeprefix('torch.')}")
             return
         read = read_pdebench if layout == "pdebench" else read_the_well
         first = read(file, samples=slice(0, 1))

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from . import quadrature
+from ._axis_arguments import AxisWeights, per_axis_weights, read_box, read_kinds
 from .quadrature import ArrayLike, Device
 
 __all__ = ["Grid", "Mesh", "PointCloud", "as_mesh"]
-
-KINDS = ("endpoint", "periodic", "cell")
-Rule = Callable[[Tensor], Tensor]
-AxisWeights = ArrayLike | Rule | None
 
 
 class Mesh(ABC):
@@ -117,10 +114,10 @@ class Grid(Mesh):
             quadrature._nodes(axis, f"axes[{i}]", 1)
         self._axes = tuple(axis.to(dtype) for axis in given)
         self._cache: dict[str, Tensor] = {}
-        self._kind = _kinds(kind, len(axes))
+        self._kind = read_kinds(kind, len(axes))
         # Periods and weights come from the coordinates as given, before a common dtype rounds anything.
         self._period = _periods(period, self._kind, given)
-        rules = _per_axis_weights(weights, len(axes))
+        rules = per_axis_weights(weights, len(axes))
         recipes = list(zip(given, self._kind, self._period, rules, strict=True))
         self._axis_weights = tuple(
             _axis_weights(i, *recipe).to(_at_least_float32(dtype)) for i, recipe in enumerate(recipes)
@@ -162,8 +159,8 @@ class Grid(Mesh):
             raise TypeError(
                 f"bounds must be (lo, hi) for each axis, got {bounds!r}; sizes go in a tuple: (8, 8)"
             )
-        kinds = _kinds(kind, len(counts))
-        box = [(0.0, 1.0)] * len(counts) if bounds is None else _box(bounds)
+        kinds = read_kinds(kind, len(counts))
+        box = [(0.0, 1.0)] * len(counts) if bounds is None else read_box(bounds)
         if len(box) != len(counts):
             raise ValueError(f"bounds must be (lo, hi) for each of {len(counts)} axes, got {len(box)}")
         axes, weights, period = [], [], []
@@ -415,24 +412,6 @@ def _require_nonnegative(w: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be >= 0, got {values.min().item():g}")
 
 
-def _box(bounds: Sequence[Any]) -> list[tuple[float, float]]:
-    pairs = [bounds] if len(bounds) == 2 and all(isinstance(b, (int, float)) for b in bounds) else bounds
-    try:
-        return [(float(lo), float(hi)) for lo, hi in pairs]
-    except (TypeError, ValueError):
-        raise ValueError(f"bounds must be (lo, hi) for each axis, got {bounds!r}") from None
-
-
-def _kinds(kind: str | Sequence[str], d: int) -> tuple[str, ...]:
-    kinds = (kind,) * d if isinstance(kind, str) else tuple(kind)
-    if len(kinds) != d:
-        raise ValueError(f"kind must be one name or one per axis ({d}), got {len(kinds)}")
-    for name in kinds:
-        if name not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {name!r}")
-    return kinds
-
-
 def _periods(
     period: float | Sequence[float | None] | None, kinds: tuple[str, ...], axes: Sequence[Tensor]
 ) -> tuple[float, ...]:
@@ -474,18 +453,6 @@ def _even_period(axis: Tensor, i: int) -> float:
             f"with gaps from {gaps.min().item():g} to {gaps.max().item():g}"
         )
     return n * step
-
-
-def _per_axis_weights(weights: AxisWeights | Sequence[AxisWeights], d: int) -> list[AxisWeights]:
-    if weights is None or callable(weights):
-        return [weights] * d
-    if isinstance(weights, Tensor) or not isinstance(weights, Sequence):
-        if d == 1:
-            return [weights]
-        raise ValueError(f"weights must be one entry per axis ({d}), got a {type(weights).__name__}")
-    if len(weights) != d:
-        raise ValueError(f"weights must be one entry per axis ({d}), got {len(weights)}")
-    return list(weights)
 
 
 def _axis_weights(i: int, axis: Tensor, kind: str, period: float, rule: AxisWeights) -> Tensor:

@@ -19,4 +19,5 @@ def test_examples(page):
     torch.manual_seed(0)
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
-        exec(block, names)
+        if "import timm" not in block:  # test_real_models.py runs it
+            exec(block, names)

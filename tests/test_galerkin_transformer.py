@@ -187,7 +187,7 @@ def test_compile_fullgraph(coord_dim):
 @pytest.mark.parametrize(
     "coord_dim, options, message",
     [
-        (1, {"decoder": "wavelet"}, 'decoder must be "spectral" or "pointwise", was \'wavelet\''),
+        (1, {"decoder": "wavelet"}, 'decoder must be "spectral", "pointwise" or "linear", was \'wavelet\''),
         (1, {"coarsening": 2.0}, "coord_dim must be 2 with coarsening, was 1"),
         (2, {"coarsening": 0.5}, "coarsening must be None or at least 1, was 0.5"),
         (2, {"coarse_output": True}, "coarse_output must be False without coarsening"),

@@ -1,42 +1,52 @@
-"""The examples of README.md run as they stand there, one after the other."""
+"""README.md and docs/models.md: the examples run as they stand, the figures are those of bench/results/."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 import continuum_ops as co
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MODELS = (ROOT / "docs" / "models.md").read_text()
 
 
-OWN = [block for block in BLOCKS if "import timm" not in block]
-"""Those of other packages run in test_real_models.py."""
+def examples(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_examples_run():
-    assert len(OWN) >= 4
     torch.manual_seed(0)
     names: dict[str, object] = {}
-    for block in OWN:
+    for block in examples(README):
         exec(block, names)
-    w, q, k, v, out = (names[n] for n in ("w", "q", "k", "v", "out"))
-    expected = (q.double() @ k.double().mT / q.shape[-1] ** 0.5 + w.log()).softmax(-1) @ v.double()
+    x, w, q, k, v, out = (names[n] for n in ("x", "w", "q", "k", "v", "out"))
+    trapezoid = torch.cat([x[1:2] - x[:1], x[2:] - x[:-2], x[-1:] - x[-2:-1]]).double() / 2
+    torch.testing.assert_close(w.double(), trapezoid, rtol=0, atol=1e-7)
+    expected = (q.double() @ k.double().mT / q.shape[-1] ** 0.5 + trapezoid.log()).softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
-    assert names["y"].shape == (1, 1024, 1)
-    _check_laplacian(names)
-    assert w.sum().item() == pytest.approx(1.0, abs=1e-12)
+    assert names["y"].shape == (2, 129, 64) and names["prediction"].shape == (1, 129)
+
+
+def test_two_screens():
+    """Of 55 lines each; what is more stands in docs/."""
+    assert README.count("\n") <= 110
+
+
+def test_what_the_readme_links_to_is_there():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_put_it_into_your_model():
-    section = README[README.index("## Put it into your model") :].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    section = MODELS[MODELS.index("## A snippet of each") :].split("\n## ")[0]
+    blocks = examples(section)
     assert [("replace_attention" in b, "timm" in b, "continuum_attention" in b) for b in blocks] == [
         (True, False, False),
         (False, True, False),
@@ -58,8 +68,12 @@ def test_put_it_into_your_model():
     torch.testing.assert_close(layer(u, mesh.weights).double(), expected, rtol=0, atol=1e-5)
 
 
-def _check_laplacian(names):
+def test_laplacian():
     """Against central differences in float64."""
+    names: dict[str, object] = {"torch": torch, "co": co}
+    torch.manual_seed(0)
+    (block,) = examples(MODELS[MODELS.index("## Derivatives of a model") :])
+    exec(block, names)
     model, grid, u, x = names["model"].double(), names["grid"], names["u"].double(), names["x"].double()
     h = 1e-3
     with torch.no_grad():
@@ -73,10 +87,23 @@ def _check_laplacian(names):
 
 
 def test_measured_blocks_are_those_of_the_result_files(monkeypatch):
-    """No figure of README.md is typed by hand: bench/readme.py writes them."""
+    """None is typed by hand: bench/readme.py writes them."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     readme = importlib.import_module("readme")
-    assert len(readme.BLOCK.findall(README)) >= 8
-    assert readme.rewrite(README) == README
+    counts = {
+        path.relative_to(ROOT).as_posix(): len(readme.BLOCK.findall(path.read_text()))
+        for path in readme.FILES
+    }
+    assert counts["README.md"] >= 1 and counts["docs/measured.md"] >= 18 and counts["bench/README.md"] >= 1
     for path in readme.FILES:
-        assert readme.rewrite(path.read_text()) == path.read_text()
+        assert readme.rewrite(path.read_text()) == path.read_text(), path
+    assert "commit" in README and "No GPU figure is measured" in README
+
+
+def test_the_picture_is_of_the_result_files():
+    """The labels of its bars, drawn by bench/plots.py, are the demo's errors."""
+    picture = (ROOT / "docs/figures/weights.svg").read_text()
+    path = sorted((ROOT / "bench/results").glob("demo-*.json"))[-1]
+    medians = [f"{100 * row['median']:.2f}" for row in json.loads(path.read_text())["meshes"]]
+    labels = re.findall(r">(\d\.\d\d)</text>", picture)
+    assert sorted(labels) == sorted(medians)

@@ -386,11 +386,11 @@ def test_an_fno_in_its_trainer_is_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), inside.parameters(), strict=True))
 
 
-def test_the_readmes_example(monkeypatch):
-    """Put it into your model: the second one."""
+def test_the_example_of_the_docs(monkeypatch):
+    """Putting it into your model: the second one."""
     package("timm")
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (block,) = [b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import timm" in b]
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import timm" in b]
     names = {"torch": torch, "co": co}
     torch.manual_seed(0)
     with warnings.catch_warnings():

@@ -63,23 +63,20 @@ def paper_forward(
     def norm(name: str, v: Tensor) -> Tensor:
         if universal:
             return v
-        mean = v.mean(1, keepdim=True)
-        variance = ((v - mean) ** 2).mean(1, keepdim=True)
-        return (v - mean) / (variance + 1e-5).sqrt() * p[f"{name}.weight"] + p[f"{name}.bias"]
+        centred = v - v.mean(1, keepdim=True)
+        scaled = centred / ((centred**2).mean(1, keepdim=True) + 1e-5).sqrt()
+        return scaled * p[f"{name}.weight"] + p[f"{name}.bias"]
 
     def residual(name: str, v: Tensor) -> Tensor:
         return v @ p[f"{name}.weight"].T if f"{name}.weight" in p else v
 
     def attention(name: str, v: Tensor) -> Tensor:
-        d = v.shape[1]
-        size = d // heads
-        out = []
+        d, size, out = v.shape[1], v.shape[1] // heads, []
         for h in range(heads):
             rows = [slice(part * d + h * size, part * d + (h + 1) * size) for part in range(3)]
             q, k, val = (v @ p[f"{name}.in_proj_weight"][r].T + p[f"{name}.in_proj_bias"][r] for r in rows)
             density = (q @ k.T / math.sqrt(size)).exp()  # of point k around point i: row i, column k
-            num = integral(density.T[:, :, None] * val[:, None, :])
-            out.append(num / integral(density.T)[:, None])
+            out.append(integral(density.T[:, :, None] * val[:, None, :]) / integral(density.T)[:, None])
         return linear(f"{name}.out_proj", torch.cat(out, 1))
 
     def feed_forward(name: str, v: Tensor) -> Tensor:

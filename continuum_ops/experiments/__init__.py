@@ -18,16 +18,20 @@ from .conservation_laws import InviscidBurgers, ShockTube
 from .convergence import convergence
 from .evaluation import Evaluation, evaluate
 from .navier_stokes import Kolmogorov, Vorticity
-from .presets import EXPERIMENTS, experiment_names, load
+from .presets import BASELINES, EXPERIMENTS, experiment_names, load
 from .running import Run, open_run, predict, read_log, roll_out, train
 from .scattered import ElasticCell, JoukowskiAirfoil
 from .sources import SOURCES, Case, Frames, Samples, Source
 from .store import SPLITS, generate
+from .tables import TABLES
+from .tables import fill as fill_table
 
 __all__ = [
+    "BASELINES",
     "EXPERIMENTS",
     "SOURCES",
     "SPLITS",
+    "TABLES",
     "Case",
     "Config",
     "ConfigError",
@@ -48,6 +52,7 @@ __all__ = [
     "convergence",
     "evaluate",
     "experiment_names",
+    "fill_table",
     "generate",
     "load",
     "open_run",

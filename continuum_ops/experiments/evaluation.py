@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from ..training import atomic_write, write_json
 from ..training.progress import progress_bar, require
 from ..training.table import aligned
 from .attention import LayerAttention, attention_of
-from .config import Config, ConfigError
+from .config import Config, ConfigError, config_from, merge
 from .operator import METRICS, Operator
 from .running import Run, open_run, predict, roll_out, select
 from .sources import Case, Frames, Samples
@@ -48,6 +48,7 @@ def evaluate(
     workers: int = 1,
     plots: bool = True,
     point: Sequence[float] | None = None,
+    test: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Test a trained run on every mesh of its experiment, without training.
 
@@ -66,15 +67,17 @@ def evaluate(
         workers: processes that draw samples.
         plots: needs matplotlib and jinja2.
         point: coordinates from which the attention is drawn; None: the middle of the domain.
+        test: values of [data] that are others in the test, such as ``{"resolutions": [64]}`` or
+            ``{"input_noise": 0.1}``.
 
     Raises:
-        ConfigError: no run in this folder, a point of another dimension.
+        ConfigError: no run in this folder, a point of another dimension, an unknown key of the test.
         CheckpointError: a checkpoint of another model, or a file that is none.
         ImportError: a package of ``continuum_ops[train]`` is missing.
     """
     require("the evaluation", "tqdm", *(("matplotlib", "jinja2") if plots else ()))
     opened = open_run(run, checkpoint)
-    config, operator = opened.config, opened.operator
+    config, operator = tested_as(opened, test)
     folder = opened.folder if out is None else Path(out)
     _check_point(config, point)
     drawn = generate(config.data, "test", data, workers)
@@ -99,6 +102,15 @@ def evaluate(
         seen = attention_of(operator, measured.sample, point, config.model.weights)
         files += _draw(folder, opened, result, [*measured.pictures, *rollout.pictures], seen)
     return Evaluation(result, text, files)
+
+
+def tested_as(run: Run, test: Mapping[str, Any] | None) -> tuple[Config, Operator]:
+    """The configuration of a test with other values of [data], and the run's operator with its noise."""
+    config = run.config
+    if test:
+        config = config_from(merge(config.to_dict(), {"data": test}))
+        run.operator.noise = config.data.noise
+    return config, run.operator
 
 
 def radii(operator: Operator) -> dict[str, list[float]]:

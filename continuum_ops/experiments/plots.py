@@ -56,6 +56,26 @@ def write_resolution(path: Path, rows: list[dict[str, Any]]) -> Path:
     return save_figure(figure, path)
 
 
+def write_lines(path: Path, lines: dict[str, tuple[list[float], list[float]]], label: str) -> Path:
+    """Relative errors against numbers, (abscissas, errors) of each line; `label` is that of the abscissa."""
+    figure = new_figure(figsize=(8, 4.6))
+    axis = figure.subplots()
+    for i, (name, (x, y)) in enumerate(lines.items()):
+        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+        axis.plot(x, [100 * error for error in y], marker=marker, color=color, label=name)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.grid(axis="y", color="#dddddd")
+    axis.set_xlabel(label)
+    axis.set_ylabel("relative error in %")
+    if lines:
+        axis.legend(frameon=False, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    return save_figure(figure, path)
+
+
 def write_training(path: Path, log: list[dict[str, Any]]) -> Path:
     """Loss and validation error by step."""
     figure = new_figure(figsize=(8, 3.4))

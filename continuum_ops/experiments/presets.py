@@ -1,4 +1,4 @@
-"""Experiments by name: those of the papers, and files that start from one."""
+"""Experiments by name: those of the papers, what these compare with, and files that start from one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, ConfigError, config_from, hint, merge, read_file
-from .papers import EXPERIMENTS, Content
+from .papers import BASELINES, EXPERIMENTS, Content
+
+_ALL = {**EXPERIMENTS, **BASELINES}
 
 
 def experiment_names() -> list[str]:
     """The names that :func:`load` knows, sorted."""
-    return sorted(EXPERIMENTS)
+    return sorted(_ALL)
 
 
 def load(
@@ -52,7 +54,7 @@ def load(
 def _content(experiment: str | Path | Mapping[str, Any]) -> tuple[str | None, Content]:
     if isinstance(experiment, Mapping):
         content = dict(experiment)
-    elif str(experiment) in EXPERIMENTS:
+    elif str(experiment) in _ALL:
         return str(experiment), {}
     else:
         path = Path(experiment)
@@ -68,9 +70,9 @@ def _content(experiment: str | Path | Mapping[str, Any]) -> tuple[str | None, Co
 
 
 def _known(name: str) -> tuple[Content, Content]:
-    if name not in EXPERIMENTS:
+    if name not in _ALL:
         raise ConfigError(
             f"experiment must be a TOML file or one of {', '.join(experiment_names())}, was {name!r}"
-            f"{hint(name, EXPERIMENTS)}"
+            f"{hint(name, _ALL)}"
         )
-    return EXPERIMENTS[name]
+    return _ALL[name]

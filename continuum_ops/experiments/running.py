@@ -40,6 +40,7 @@ except ImportError:  # Windows: nobody keeps a second process out
     fcntl = None  # type: ignore[assignment]
 
 CONFIG, CHECKPOINT, LOG, EVENTS = "config.json", "checkpoint.pt", "log.jsonl", "tensorboard"
+BUSY = "is being trained by another process"
 # Of the noise in validation and tests.
 NOISE_SEED = 1
 
@@ -353,7 +354,7 @@ def _claimed(folder: Path, config: Config) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"{folder} is being trained by another process") from None
+                raise ConfigError(f"{folder} {BUSY}") from None
         for name in (CONFIG, CHECKPOINT, LOG):
             remove_leftovers(folder / name)
         yield

@@ -2,6 +2,7 @@
 
 from . import convert
 from .fano import FANO
+from .fno import FNO
 from .galerkin_transformer import GalerkinTransformer
 from .pit import PiT, PiTGeometry
 from .pit_latent import farthest_point_mesh, pool_mesh, sample_mesh
@@ -12,6 +13,7 @@ from .vitno import ViTNO
 
 __all__ = [
     "FANO",
+    "FNO",
     "TNO",
     "GalerkinTransformer",
     "PiT",

@@ -54,7 +54,8 @@ class GalerkinTransformer(nn.Module):
             one resolution; None: the square root of their product, rounded.
         convolutions: "residual" as in GT figures 6 and 7; "plain", the form of the published code, without
             skips and with further activations (:mod:`continuum_ops.models.convert`).
-        decoder: "spectral" (smooth targets) or "pointwise" (targets that jump).
+        decoder: "spectral" (smooth targets), "pointwise" (targets that jump), or "linear", one linear map of
+            v at each point as in :class:`TNO`: the encoder alone, which CA 6.2.1 compares with.
         decoder_layers: spectral or hidden pointwise layers.
         decoder_channels: their channels; None: d_model.
         decoder_lift: map (v, x) to decoder_channels at each point before the first layer; without it the
@@ -92,7 +93,7 @@ class GalerkinTransformer(nn.Module):
         coarse_output: bool = False,
         middle: Sequence[int] | None = None,
         convolutions: Literal["residual", "plain"] = "residual",
-        decoder: Literal["spectral", "pointwise"] = "spectral",
+        decoder: Literal["spectral", "pointwise", "linear"] = "spectral",
         decoder_layers: int = 2,
         decoder_channels: int | None = None,
         decoder_lift: bool = False,
@@ -124,8 +125,8 @@ class GalerkinTransformer(nn.Module):
         ):
             if number < least:
                 raise ValueError(f"{name} must be at least {least}, was {number}")
-        if decoder not in ("spectral", "pointwise"):
-            raise ValueError(f'decoder must be "spectral" or "pointwise", was {decoder!r}')
+        if decoder not in ("spectral", "pointwise", "linear"):
+            raise ValueError(f'decoder must be "spectral", "pointwise" or "linear", was {decoder!r}')
         if coarsening is not None and not coarsening >= 1:
             raise ValueError(f"coarsening must be None or at least 1, was {coarsening}")
         if coarsening is not None and coord_dim != 2:
@@ -176,7 +177,7 @@ class GalerkinTransformer(nn.Module):
             for _ in range(num_layers)
         )
         last = resolve_activation(decoder_activation)
-        self.decoder: SpectralDecoder | PointwiseDecoder
+        self.decoder: SpectralDecoder | PointwiseDecoder | LinearDecoder
         if decoder == "spectral":
             self.decoder = SpectralDecoder(
                 d_model,
@@ -192,6 +193,8 @@ class GalerkinTransformer(nn.Module):
                 device=device,
                 dtype=dtype,
             )
+        elif decoder == "linear":
+            self.decoder = LinearDecoder(d_model, out_channels, device=device, dtype=dtype)
         else:
             self.decoder = PointwiseDecoder(
                 d_model + coord_dim,
@@ -402,6 +405,13 @@ class PointwiseDecoder(nn.Module):
         for linear in self.hidden:
             v = self.dropout(self.activation(linear(v)))
         return self.out(v)
+
+
+class LinearDecoder(nn.Linear):
+    """One linear map of v at each point."""
+
+    def forward(self, v: Tensor, points: Tensor, shape: Sequence[int]) -> Tensor:  # type: ignore[override]
+        return super().forward(v)
 
 
 def _grid(mesh: Mesh | Tensor | None, who: str) -> Grid:
