@@ -126,11 +126,11 @@ _TNO_DARCY_SMALL: Content = {
     "optimizer": {"learning_rate": 4e-3},
     "schedule": {"warm_up": 0.2},
     "training": {
-        "steps": 400,
+        "steps": 2400,
         "batch_size": 8,
-        "validate_every": 100,
-        "checkpoint_every": 100,
-        "log_every": 20,
+        "validate_every": 400,
+        "checkpoint_every": 200,
+        "log_every": 50,
         "test_batch_size": 20,
     },
 }
