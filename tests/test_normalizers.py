@@ -103,10 +103,19 @@ def test_scales_by_channel() -> None:
         np.testing.assert_allclose(z.numpy(), (y.numpy() - shift) / scale, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(normalizer.decode(z), y)
         assert sorted(normalizer.state_dict()) == ["scale", "shift"]
+    positive, log = y.exp(), flat
+    normalizer = ScaleNormalizer(positive, "log")
+    np.testing.assert_allclose(
+        normalizer.encode(positive).numpy(), (y.numpy() - log.mean(0)) / log.std(0, ddof=1), atol=1e-12
+    )
+    torch.testing.assert_close(normalizer.decode(normalizer.encode(positive)), positive)
+    np.testing.assert_allclose(normalizer.center().numpy(), np.exp(log.mean(0)), rtol=1e-12)
+    with pytest.raises(ValueError, match='samples must be > 0 for "log", got -'):
+        ScaleNormalizer(y, "log")
     # A channel that never changes keeps its size.
     constant = ScaleNormalizer(torch.full((2, 3, 1), 5.0), "standard")
     assert constant.encode(torch.full((1, 3, 1), 7.0)).flatten().tolist() == [2.0] * 3
-    with pytest.raises(ValueError, match="kind must be standard, rms or range, was 'max'"):
+    with pytest.raises(ValueError, match="kind must be standard, rms, range or log, was 'max'"):
         ScaleNormalizer(y, "max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"samples must have shape \(n, N, C\), was \(9, 2\)"):
         ScaleNormalizer(y[0], "rms")

@@ -41,10 +41,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class NormalizersConfig:
-    """Of input and target: none, pointwise (mean and deviation at each point), standard, rms or range."""
+    """Of input and target: none, pointwise (mean and deviation at each point), standard, rms, range or log."""
 
-    input: Literal["none", "pointwise", "standard", "rms", "range"] = "none"
-    target: Literal["none", "pointwise", "standard", "rms", "range"] = "none"
+    input: Literal["none", "pointwise", "standard", "rms", "range", "log"] = "none"
+    target: Literal["none", "pointwise", "standard", "rms", "range", "log"] = "none"
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,11 @@ def _check_normalizers(config: Config, statistics: Samples) -> None:
                 f'normalizers.{name} must not be "pointwise" for samples that are not on a grid, '
                 'was "pointwise"'
             )
+    for name, values in (("input", statistics.input), ("target", statistics.target)):
+        if getattr(config.normalizers, name) == "log" and not bool((values > 0).all()):
+            raise ConfigError(
+                f'normalizers.{name} must not be "log" for samples that are not all > 0, was "log"'
+            )
     if statistics.initial is not None and config.normalizers.target == "pointwise":
         raise ConfigError('normalizers.target must not be "pointwise" with initial values, was "pointwise"')
 

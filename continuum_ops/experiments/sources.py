@@ -120,8 +120,8 @@ class Source(ABC):
         return self.read(tensors, "train")
 
     def blank(self) -> Tensors:
-        """Two training samples of zeros, without the work."""
-        return {name: torch.zeros(2, *shape) for name, shape in self.shapes().items()}
+        """Two training samples of ones, of which there are logarithms, without the work."""
+        return {name: torch.ones(2, *shape) for name, shape in self.shapes().items()}
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:

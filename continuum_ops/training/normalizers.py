@@ -100,21 +100,27 @@ class ScaleNormalizer(nn.Module):
     Args:
         samples: (n, N, C).
         kind: "standard", mean and standard deviation over samples and points; "rms", shift 0 and the root
-            of the mean square; "range", the smallest value becomes -1, the largest 1.
+            of the mean square; "range", the smallest value becomes -1, the largest 1; "log", "standard" of
+            log y, for positive values over many orders of magnitude, as of a lognormal field.
 
     Raises:
-        ValueError: an unknown kind, samples of another shape.
+        ValueError: an unknown kind, samples of another shape, "log" of samples that are not all > 0.
     """
 
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, samples: Tensor, kind: Literal["standard", "rms", "range"]) -> None:
+    def __init__(self, samples: Tensor, kind: Literal["standard", "rms", "range", "log"]) -> None:
         super().__init__()
         if samples.ndim != 3 or samples.numel() == 0:
             raise ValueError(f"samples must have shape (n, N, C), was {tuple(samples.shape)}")
         flat = samples.flatten(0, 1)
-        if kind == "standard":
+        self.logarithmic = kind == "log"
+        if self.logarithmic:
+            if not bool((flat > 0).all()):
+                raise ValueError(f'samples must be > 0 for "log", got {float(flat.min())}')
+            flat = flat.log()
+        if kind in ("standard", "log"):
             shift, scale = flat.mean(0), flat.std(0)
         elif kind == "rms":
             shift, scale = torch.zeros_like(flat[0]), flat.square().mean(0).sqrt()
@@ -122,21 +128,22 @@ class ScaleNormalizer(nn.Module):
             low, high = flat.amin(0), flat.amax(0)
             shift, scale = (high + low) / 2, (high - low) / 2
         else:
-            raise ValueError(f"kind must be standard, rms or range, was {kind!r}")
+            raise ValueError(f"kind must be standard, rms, range or log, was {kind!r}")
         self.register_buffer("shift", shift)
         self.register_buffer("scale", torch.where(scale > 0, scale, 1.0))
 
     def encode(self, y: Tensor, mesh: Mesh | None = None) -> Tensor:
         """(..., C) -> normalised samples; the mesh does not matter."""
-        return (y - self.shift) / self.scale
+        return ((y.log() if self.logarithmic else y) - self.shift) / self.scale
 
     def decode(self, y: Tensor, mesh: Mesh | None = None) -> Tensor:
         """(..., C) normalised samples -> samples."""
-        return y * self.scale + self.shift
+        y = y * self.scale + self.shift
+        return y.exp() if self.logarithmic else y
 
     def center(self, mesh: Mesh | None = None) -> Tensor:
-        """(C,), the shift; the mesh does not matter."""
-        return self.shift
+        """(C,), the samples that become 0; the mesh does not matter."""
+        return self.shift.exp() if self.logarithmic else self.shift
 
 
 def _cells(nodes: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

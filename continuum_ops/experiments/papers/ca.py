@@ -87,12 +87,20 @@ _PATCHES_SMALL: Content = {
         "test_batch_size": 4,
     },
 }
-_LOGNORMAL: Content = {"data": {"coefficient": "lognormal"}}
+_LOGNORMAL: Content = {"data": {"coefficient": "lognormal"}, "normalizers": {"input": "log"}}
+# Solutions of all sizes take longer to learn.
+_LOGNORMAL_SMALL: Content = merge(
+    _PATCHES_SMALL,
+    {
+        "data": _SMOOTH_LOGNORMAL,
+        "training": {"steps": 4000, "validate_every": 500, "checkpoint_every": 250, "log_every": 50},
+    },
+)
 # Batches of 2 at 64 x 64, CA table 1.
 _TNO_DARCY: Content = {
     "data": {**_CA_DARCY, "coefficient": "lognormal", "resolution": 64, "resolutions": [32, 128]},
     "model": {"preset": "tno-darcy64"},
-    "normalizers": {"input": "standard", "target": "pointwise"},
+    "normalizers": {"input": "log", "target": "pointwise"},
     "loss": {"name": "relative_h1"},
     "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 1e-4},
     "training": {
@@ -118,11 +126,11 @@ _TNO_DARCY_SMALL: Content = {
     "optimizer": {"learning_rate": 4e-3},
     "schedule": {"warm_up": 0.2},
     "training": {
-        "steps": 400,
+        "steps": 2400,
         "batch_size": 8,
-        "validate_every": 100,
-        "checkpoint_every": 100,
-        "log_every": 20,
+        "validate_every": 400,
+        "checkpoint_every": 200,
+        "log_every": 50,
         "test_batch_size": 20,
     },
 }
@@ -208,11 +216,11 @@ FIELDS: dict[str, tuple[Content, Content]] = {
     "tno-darcy64": (_TNO_DARCY, _TNO_DARCY_SMALL),
     "vitno-darcy416-lognormal": (
         merge(merge(_PATCHES, _LOGNORMAL), {"model": {"preset": "vitno-darcy416"}}),
-        merge(_PATCHES_SMALL, {"data": _SMOOTH_LOGNORMAL}),
+        _LOGNORMAL_SMALL,
     ),
     "fano-darcy416-lognormal": (
         merge(merge(_PATCHES, _LOGNORMAL), {"model": {"preset": "fano-darcy416"}}),
-        merge(_PATCHES_SMALL, {"data": _SMOOTH_LOGNORMAL}),
+        _LOGNORMAL_SMALL,
     ),
     "vitno-darcy416": (
         merge(_PATCHES, {"model": {"preset": "vitno-darcy416"}}),
