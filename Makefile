@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
-#   make demo | test | test-models | kill-test | lint | packaging | docs | asan | cuda | bench | clean
+#   make demo | test | test-models | kill-test | experiments | lint | packaging | docs | asan | cuda | bench | clean
 #   make mutants | fuzz | hostile | nox       checks of trust; see CONTRIBUTING.md
 #   make properties | accuracy | resources, and properties-long | accuracy-full | resources-long: figures into bench/results/trust.json
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
@@ -17,7 +17,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-models kill-test lint packaging docs asan cuda bench clean FORCE
+.PHONY: demo test test-models kill-test experiments lint packaging docs asan cuda bench clean FORCE
 
 demo: $(STAMP)
 	$(BIN)/continuum-ops demo
@@ -33,6 +33,10 @@ test-models: $(STAMP)
 # A training and a generation of samples, each killed 20 times at random, end with the bits of undisturbed ones.
 kill-test: $(STAMP)
 	CONTINUUM_OPS_KILLS=20 $(PYTEST) -s tests/test_resume.py tests/test_generate.py -k random_moments
+
+# --small of every experiment that has no result yet: an hour for all of them on one core.
+experiments: $(STAMP)
+	$(BIN)/python bench/run_experiments.py
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
