@@ -41,7 +41,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class NormalizersConfig:
-    """Of input and target: none, pointwise (mean and deviation at each point), standard, rms, range or log."""
+    """Of input and target: none, pointwise (mean and deviation at each point), standard, rms, range, log."""
 
     input: Literal["none", "pointwise", "standard", "rms", "range", "log"] = "none"
     target: Literal["none", "pointwise", "standard", "rms", "range", "log"] = "none"
