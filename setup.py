@@ -58,6 +58,7 @@ KERNELS = [
     "patch_attention_kernel.cpp",
     "patch_dft_kernel.cpp",
     "position_attention_kernel.cpp",
+    "position_transform_kernel.cpp",
     "galerkin_attention_kernel.cpp",
 ]
 SOURCES = [
@@ -66,6 +67,7 @@ SOURCES = [
     "patch_attention.cpp",
     "patch_dft.cpp",
     "position_attention.cpp",
+    "position_transform.cpp",
     "galerkin_attention.cpp",
     "cpu_isa.cpp",
     "module.cpp",

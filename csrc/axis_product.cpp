@@ -14,6 +14,21 @@
 #include "tensors.h"
 
 namespace continuum_ops {
+
+void apply_axis_product(const AxisProduct& p, const void* matrix, int64_t row, int64_t column, const void* x, void* out) {
+  const AxisProductKernels& kernels = axis_product_kernels();
+  const int64_t size = p.wide ? 8 : 4;
+  Tensor packed = new_tensor({int64_t(kernels.packed_bytes(p)) / size}, p.wide ? ScalarType::Double : ScalarType::Float);
+  void* ready = packed.mutable_data_ptr();
+  kernels.pack(p, matrix, row, column, ready);
+  // Neighbouring groups make a task: while one is computed the next is fetched.
+  const int64_t group = kernels.group_columns(p), groups = (p.all_columns() + group - 1) / group;
+  const int64_t run = std::clamp<int64_t>(groups / 16, 1, 8);
+  run_tasks((groups + run - 1) / run, double(p.all_columns()) * p.m * p.n, kernels.apply_scratch(p), [&](int64_t t, void* scratch) {
+    for (int64_t g = t * run; g < std::min(groups, (t + 1) * run); ++g) kernels.apply(p, ready, x, out, g * group, scratch);
+  });
+}
+
 namespace {
 
 // Parts that a contraction is cut into, whatever the number of threads; their sums are added in order.
@@ -34,18 +49,7 @@ void apply(const Tensor& matrix, const Tensor& x, Tensor out) {
   STD_TORCH_CHECK(matrix.size(1) == p.n && out.size(0) == p.before && out.size(1) == p.m && out.size(2) == p.columns,
                   "matrix (m, n), x (before, n, columns), out (before, m, columns)");
   if (p.all_columns() == 0 || p.m == 0) return;
-  const AxisProductKernels& kernels = axis_product_kernels();
-  Tensor packed = new_tensor({int64_t(kernels.packed_bytes(p)) / element_size(type)}, type);
-  void* ready = packed.mutable_data_ptr();
-  kernels.pack(p, matrix.const_data_ptr(), matrix.stride(0), matrix.stride(1), ready);
-  // Neighbouring groups make a task: while one is computed the next is fetched.
-  const int64_t group = kernels.group_columns(p), groups = (p.all_columns() + group - 1) / group;
-  const int64_t run = std::clamp<int64_t>(groups / 16, 1, 8);
-  const void* from = x.const_data_ptr();
-  void* to = out.mutable_data_ptr();
-  run_tasks((groups + run - 1) / run, double(p.all_columns()) * p.m * p.n, kernels.apply_scratch(p), [&](int64_t t, void* scratch) {
-    for (int64_t g = t * run; g < std::min(groups, (t + 1) * run); ++g) kernels.apply(p, ready, from, to, g * group, scratch);
-  });
+  apply_axis_product(p, matrix.const_data_ptr(), matrix.stride(0), matrix.stride(1), x.const_data_ptr(), out.mutable_data_ptr());
 }
 
 template <class T> void add_parts(const T* parts, int64_t count, int64_t entries, T* sum) {

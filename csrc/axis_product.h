@@ -27,6 +27,9 @@ struct AxisProductKernels {
   void (*contract)(const AxisProduct&, const void* grad, const void* x, int64_t begin, int64_t end, void* sum, void* scratch);
 };
 
+// out (before, m, columns) = matrix x, element (i, k) of the matrix at i * row + k * column, on all threads; nothing may be empty
+void apply_axis_product(const AxisProduct&, const void* matrix, int64_t row, int64_t column, const void* x, void* out);
+
 namespace avx512 { extern const AxisProductKernels axis_product; }
 namespace avx2 { extern const AxisProductKernels axis_product; }
 namespace generic { extern const AxisProductKernels axis_product; }

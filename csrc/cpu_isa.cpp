@@ -13,11 +13,12 @@ struct Kernels {
   const PatchTransformKernels* patch_dft;
   const GalerkinAttentionKernels* galerkin;
   const AxisProductKernels* axis_product;
+  const PositionTransformKernels* position_transform;
 };
 
 #define CO_KERNELS(isa) \
   {&isa::continuum_attention, &isa::patch_attention, &isa::position_attention, &isa::patch_dft, \
-   &isa::galerkin_attention, &isa::axis_product}
+   &isa::galerkin_attention, &isa::axis_product, &isa::position_transform}
 
 const std::vector<Kernels>& available() {
   static const std::vector<Kernels> kernels = [] {
@@ -69,5 +70,6 @@ const PatchAttentionKernels& patch_attention_kernels() { return *current().load(
 const PositionAttentionKernels& position_attention_kernels() { return *current().load()->position; }
 const GalerkinAttentionKernels& galerkin_attention_kernels() { return *current().load()->galerkin; }
 const AxisProductKernels& axis_product_kernels() { return *current().load()->axis_product; }
+const PositionTransformKernels& position_transform_kernels() { return *current().load()->position_transform; }
 
 }  // namespace continuum_ops

@@ -10,6 +10,7 @@
 #include "patch_attention.h"
 #include "patch_dft.h"
 #include "position_attention.h"
+#include "position_transform.h"
 
 namespace continuum_ops {
 
@@ -23,5 +24,6 @@ const PatchTransformKernels& patch_dft_kernels();
 const PositionAttentionKernels& position_attention_kernels();
 const GalerkinAttentionKernels& galerkin_attention_kernels();
 const AxisProductKernels& axis_product_kernels();
+const PositionTransformKernels& position_transform_kernels();
 
 }  // namespace continuum_ops

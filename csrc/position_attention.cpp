@@ -1,153 +1,33 @@
-// position_attention on CPU tensors: checks, allocation, and the split into tasks. The arithmetic is in
-// position_attention_kernel.cpp; schemas are defined in continuum_ops/ops/_library.py.
-#include "position_attention.h"
-
+// position_attention on CPU tensors: pair by pair or through a grid, head by head. The arithmetic is in position_attention_kernel.cpp and
+// position_transform_kernel.cpp; schemas are defined in continuum_ops/ops/_library.py.
+#include <algorithm>
+#include <atomic>
 #include <optional>
 #include <tuple>
 #include <vector>
 
-#include "cpu_isa.h"
-#include "parallel.h"
-#include "position_groups.h"
-#include "tensors.h"
+#include "position_backward_run.h"
+#include "position_problem.h"
+#include "position_transform_head.h"
 
 namespace continuum_ops {
+
+std::atomic<Grids>& use_of_grids() {
+  static std::atomic<Grids> use{Grids::when_faster};
+  return use;
+}
+
+namespace {
+std::atomic<int64_t> through{0};
+}
+int64_t heads_through_grids() { return through; }
+
 namespace {
 
-constexpr double LOG2E = 1.4426950408889634074;
-
-DType value_dtype(const View& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return DType::float32;
-    case ScalarType::Double: return DType::float64;
-    case ScalarType::BFloat16: return DType::bfloat16;
-    case ScalarType::Half: return DType::float16;
-    default: throw std::invalid_argument("value must be float64, float32, bfloat16 or float16");
-  }
-}
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-BatchedOperand batched(const View& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)}; }
-
-PointRows point_rows(const View& t, int64_t sample) {
-  const bool wide = t.scalar_type() == ScalarType::Double;
-  const char* data = static_cast<const char*>(t.const_data_ptr());
-  return {data + (t.size(0) > 1 ? sample * t.stride(0) : 0) * (wide ? 8 : 4), wide, t.size(1), t.size(2), t.stride(1), t.stride(2)};
-}
-
-template <class T> Row<T> row_of(const std::optional<View>& t, int64_t sample) {
-  if (!t || t->size(1) == 0) return {};
-  return {static_cast<const T*>(t->const_data_ptr()) + (t->size(0) > 1 ? sample * t->stride(0) : 0), t->stride(1)};
-}
-
-std::optional<View> view_of(const std::optional<Tensor>& t, int64_t one = -1) { return t ? std::optional(View(*t, one)) : std::nullopt; }
-
-struct Arguments {
-  View query_pos, key_pos, value, rate;
-  std::optional<View> weights, radius;
-  const std::vector<double>* period;
-  const Tensor& like;
-};
-
-template <class T> class Problem {
- public:
-  PositionProblem a{};
-  int64_t batch, groups;
-  ScalarType type = sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float;
-  std::vector<GroupData<T>> data;
-  const PositionAttentionKernels& kernels = position_attention_kernels();
-
-  explicit Problem(const Arguments& x) {
-    check(x);
-    a.dtype = value_dtype(x.value);
-    a.split = sizeof(T) == 4 && x.query_pos.scalar_type() == ScalarType::Double;
-    batch = x.value.size(0), a.heads = x.rate.size(0), a.value_heads = x.value.size(1);
-    a.n = x.query_pos.size(1), a.m = x.key_pos.size(1), a.d = x.query_pos.size(2), a.c = x.value.size(3);
-    auto single = [](const View& t) { return t.size(0) == 1; };
-    const bool shared = single(x.query_pos) && single(x.key_pos) && (!x.weights || single(*x.weights)) && (!x.radius || single(*x.radius));
-    groups = shared ? 1 : batch;
-    a.entries = shared ? batch : 1;
-    a.value = batched(x.value);
-    for (int64_t h = 0; h < a.heads; ++h) {
-      const double r = static_cast<const T*>(x.rate.const_data_ptr())[h * x.rate.stride(0)];
-      if (!(r >= 0 && r <= std::numeric_limits<double>::max())) refuse("rate must be >= 0 and finite", r, "head", h);
-      rate_.push_back(r);
-    }
-    a.rate = rate_.data();
-    if (x.period) {
-      for (const double p : *x.period) {
-        if (p < std::numeric_limits<double>::infinity()) a.period = x.period->data();
-      }
-    }
-    build_groups(x);
-  }
-
-  double pairs() const {
-    double sum = 0;
-    for (const GroupData<T>& d : data) sum += double(a.n) * d.g.key.count;
-    return sum * a.heads;
-  }
-  double work() const { return pairs() * (a.columns() + 16); }
-  int64_t lane_blocks() const { return ceil_div(a.n, LANE_BLOCK); }
-  int64_t row_elements() const { return kernels.padded_columns(a); }
-
- private:
-  std::vector<double> rate_;
-
-  void check(const Arguments& x) const {
-    const ScalarType positions = x.query_pos.scalar_type();
-    STD_TORCH_CHECK(x.query_pos.dim() == 3 && x.key_pos.dim() == 3 && x.value.dim() == 4 && x.rate.dim() == 1,
-                    "query_pos: (P, N, d), key_pos: (P, M, d), value: (B, HV, M, C), rate: (H,)");
-    const int64_t b = x.value.size(0), m = x.value.size(2);
-    auto leads = [&](const View& t) { return t.size(0) == 1 || t.size(0) == b; };
-    STD_TORCH_CHECK(leads(x.query_pos) && x.key_pos.size(0) == x.query_pos.size(0) && x.key_pos.size(2) == x.query_pos.size(2) &&
-                    x.key_pos.size(1) == m, "query_pos: (P, N, d), key_pos: (P, M, d), P = 1 or B");
-    STD_TORCH_CHECK(x.value.size(1) == 1 || x.value.size(1) == x.rate.size(0), "value: one head or as many as rate");
-    STD_TORCH_CHECK(positions == x.key_pos.scalar_type() && (positions == ScalarType::Double || positions == type) &&
-                    x.rate.scalar_type() == type, "positions: float64 or the accumulation dtype; rate: the accumulation dtype");
-    STD_TORCH_CHECK(!x.weights || (x.weights->scalar_type() == type && x.weights->dim() == 2 && leads(*x.weights) &&
-                                   x.weights->size(1) == m), "weights: (W, M) in the accumulation dtype, W = 1 or B");
-    STD_TORCH_CHECK(!x.radius || (x.radius->scalar_type() == type && x.radius->dim() == 2 && leads(*x.radius) &&
-                                  x.radius->size(1) == x.query_pos.size(1)), "radius: (R, N) in the accumulation dtype, R = 1 or B");
-    STD_TORCH_CHECK(!x.period || int64_t(x.period->size()) == x.query_pos.size(2), "period: d numbers");
-  }
-
-  void build_groups(const Arguments& x) {
-    const int64_t samples = std::min(x.query_pos.size(0), groups);
-    std::vector<std::vector<int64_t>> query_order(samples), key_order(samples);
-    run_tasks(2 * samples, double(samples) * (a.n + a.m) * 50, 0, [&](int64_t t, void*) {
-      if (t % 2 == 0) query_order[t / 2] = visiting_order(point_rows(x.query_pos, t / 2));
-      else key_order[t / 2] = visiting_order(point_rows(x.key_pos, t / 2));
-    });
-    data = std::vector<GroupData<T>>(groups);
-    std::vector<std::string> wrong(groups);  // nothing may be thrown out of a task
-    run_tasks(groups, double(groups) * (a.n + a.m) * 10, 0, [&](int64_t i, void*) {
-      const int64_t sample = samples > 1 ? i : 0;
-      data[i].g.first_entry = i;
-      try {
-        data[i].build(point_rows(x.query_pos, sample), query_order[sample], point_rows(x.key_pos, sample), key_order[sample],
-                      row_of<T>(x.weights, i), row_of<T>(x.radius, i), a.split);
-      } catch (const std::invalid_argument& error) {
-        wrong[i] = error.what();
-      }
-    });
-    for (const std::string& w : wrong) {
-      if (!w.empty()) throw std::invalid_argument(w);
-    }
-  }
-};
-
-// Makes lse and stats where they are wanted.
-template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
-  Problem<T> problem(x);
+// Pair by pair, what the groups of the problem do not skip.
+template <class T> void attend_directly(Problem<T>& problem, const PositionOutput& o) {
   const PositionProblem& a = problem.a;
   const PositionAttentionKernels& kernels = problem.kernels;
-  Tensor out = new_tensor({problem.batch, a.heads, a.n, a.c}, x.value.scalar_type());
-  if (lse) *lse = new_tensor({problem.groups, a.heads, a.n}, problem.type);
-  if (stats) *stats = new_tensor({problem.groups, a.heads, a.n, 2}, problem.type);
-  const PositionOutput o{out.mutable_data_ptr(), lse ? (*lse)->mutable_data_ptr() : nullptr,
-                         stats ? (*stats)->mutable_data_ptr() : nullptr};
   const int64_t groups = problem.groups, padded = problem.row_elements(), panels = kernels.panels(a);
 
   // Values by panels: once for all heads that share them.
@@ -178,225 +58,175 @@ template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse
   }
   run_tasks(groups * blocks * chunks, problem.work(), scratch_bytes, [&](int64_t t, void* scratch) {
     const int64_t part = t % chunks, block = t / chunks % blocks, i = t / chunks / blocks;
+    if (block * LANE_BLOCK >= problem.data[i].g.query.count) return;
     kernels.forward(a, problem.data[i].g, o, i, block, part * chunk, std::min((part + 1) * chunk, panels), scratch);
   });
+}
+
+// The heads that go through a grid (position_transform.h): each on its own, and what it refuses pair by pair.
+using Rows = std::vector<std::vector<int64_t>>;  // of each group
+using Heads = std::vector<std::vector<uint8_t>>;  // of each group and head: whether it is not computed
+
+constexpr int64_t MOST_REFUSED = 8;  // a head of which more than this share of rows is refused is computed pair by pair
+
+TransformPoints points_of(const Problem<float>& problem, const Arguments& x, int64_t i) {
+  const int64_t sample = x.query_pos.size(0) > 1 ? i : 0;
+  return {point_rows(x.query_pos, sample), point_rows(x.key_pos, sample), row_of<float>(x.weights, i)};
+}
+
+// Runs f(group, head, transform) for each head that a grid serves; f returns whether it did. The rows that it left out are then
+// f_rows's: (head, rows). Returns what is done.
+template <class F, class G> Heads through_grids(const Problem<float>& problem, const Arguments& x, F f, G f_rows) {
+  const PositionProblem& a = problem.a;
+  Heads done(problem.groups, std::vector<uint8_t>(a.heads, 0));
+  for (int64_t h = 0; h < a.heads; ++h) {
+    Rows refused(problem.groups);
+    bool any = false;
+    for (int64_t i = 0; i < problem.groups; ++i) {
+      const PositionGroup& g = problem.data[i].g;
+      const TransformPlan plan = plan_transform(a, g, a.rate[h]);
+      if (!plan.use) continue;
+      HeadTransform transform(a, g, points_of(problem, x, i), h, plan);
+      for (int64_t j = 0; j < a.n; ++j) {
+        if (transform.refused()[j]) refused[i].push_back(j);
+      }
+      if (int64_t(refused[i].size()) * MOST_REFUSED > a.n || !f(i, h, transform)) {
+        refused[i].clear();
+        continue;
+      }
+      done[i][h] = 1, ++through;
+      any = any || !refused[i].empty();
+    }
+    if (any) f_rows(h, refused);
+  }
+  return done;
+}
+
+bool all_of(const Heads& heads) {
+  return !heads.empty() && std::all_of(heads.begin(), heads.end(), [](auto& g) { return std::all_of(g.begin(), g.end(), [](uint8_t h) { return h; }); });
+}
+
+bool any_of(const Heads& heads) {
+  return std::any_of(heads.begin(), heads.end(), [](auto& g) { return std::any_of(g.begin(), g.end(), [](uint8_t h) { return h; }); });
+}
+
+template <class T> void skip(Problem<T>& problem, const Heads& heads) {
+  for (int64_t i = 0; i < problem.groups; ++i) problem.data[i].g.skip = heads[i].data();
+}
+
+Heads all_but(const Problem<float>& problem, int64_t head) {
+  std::vector<uint8_t> skipped(problem.a.heads, 1);
+  skipped[head] = 0;
+  return Heads(problem.groups, skipped);
+}
+
+// Distance^2 of each query to its nearest key, (groups, n).
+Buffer<float> nearest_keys(const Problem<float>& problem) {
+  const PositionProblem& a = problem.a;
+  const int64_t blocks = problem.lane_blocks();
+  Buffer<float> nearest(problem.groups * a.n);
+  const Buffer<float> shift(problem.groups * a.heads * blocks * LANE_BLOCK);
+  size_t scratch_bytes = 0;
+  for (const GroupData<float>& d : problem.data) scratch_bytes = std::max(scratch_bytes, problem.kernels.forward_scratch(a, d.g, 0));
+  run_tasks(problem.groups * blocks, double(problem.groups) * a.n * a.m, scratch_bytes, [&](int64_t t, void* scratch) {
+    const int64_t i = t / blocks, block = t % blocks;
+    const PositionGroup& g = problem.data[i].g;
+    alignas(64) float found[LANE_BLOCK], apart[LANE_BLOCK];
+    problem.kernels.near_keys(a, g, block, found, apart, shift.get() + i * a.heads * blocks * LANE_BLOCK, scratch);
+    for (int64_t j = block * LANE_BLOCK; j < std::min((block + 1) * LANE_BLOCK, g.query.count); ++j) {
+      nearest[i * a.n + g.query.place[j]] = found[j - block * LANE_BLOCK];
+    }
+  });
+  return nearest;
+}
+
+// Makes lse and stats where they are wanted.
+template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
+  Problem<T> problem(x);
+  const PositionProblem& a = problem.a;
+  Tensor out = new_tensor({problem.batch, a.heads, a.n, a.c}, x.value.scalar_type());
+  if (lse) *lse = new_tensor({problem.groups, a.heads, a.n}, problem.type);
+  if (stats) *stats = new_tensor({problem.groups, a.heads, a.n, 2}, problem.type);
+  const PositionOutput o{out.mutable_data_ptr(), lse ? (*lse)->mutable_data_ptr() : nullptr,
+                         stats ? (*stats)->mutable_data_ptr() : nullptr};
+  Heads done;
+  if constexpr (sizeof(T) == 4) {
+    Buffer<float> nearest;
+    auto attend = [&](int64_t i, int64_t, const HeadTransform& transform) {
+      if (stats && !nearest.get()) nearest = nearest_keys(problem);
+      return transform.forward(o, i, stats ? nearest.get() + i * a.n : nullptr);
+    };
+    done = through_grids(problem, x, attend, [&](int64_t h, const Rows& rows) {
+      Problem<float> refused(x, &rows);
+      const Heads others = all_but(problem, h);
+      skip(refused, others);
+      attend_directly(refused, o);
+    });
+    if (all_of(done)) return out;
+    skip(problem, done);
+  }
+  attend_directly(problem, o);
   return out;
 }
 
-template <class T> void add_into(T* to, const T* from, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+// Where gradients are added, T; null where not wanted. An argument that the batch shares has one sum for all groups.
+template <class T> struct Gradients {
+  T *query, *key, *value, *rate, *log_weights;
+  bool query_shared, key_shared, weights_shared;
+};
+
+template <class T> struct BackwardInputs {
+  const Tensor& grad_out;
+  const T* grad_lse;
+  const void* out;
+  const T* stats;
+};
+
+// Pair by pair. `apart`: to.value has sums already, which the kernels would write over.
+template <class T> void add_directly(BackwardRun<T>& run, const BackwardInputs<T>& in, const Gradients<T>& to, bool apart) {
+  const PositionProblem& a = run.a;
+  const int64_t size = apart && to.value ? run.problem.batch * a.value_heads * a.m * a.c : 0;
+  const Buffer<T> value(size, T(0));
+  run.run(in.grad_out, in.grad_lse, in.out, in.stats, size > 0 ? value.get() : to.value);
+  for (int64_t i = 0; i < size; ++i) to.value[i] += value[i];
+  if (to.query) run.query_positions(to.query, to.query_shared);
+  if (to.key) run.key_positions(to.key, to.key_shared);
+  if (to.rate) run.rates(to.rate);
+  if (to.log_weights) run.log_weights(to.log_weights, to.weights_shared);
 }
 
-// The backward pass. A task owns the sums it writes; where several tasks share a sum, each writes a part of its own and the parts are
-// added in a fixed order: the bits do not depend on which thread ran what.
-template <class T> class BackwardRun {
- public:
-  Problem<T> problem;
+// One head of group i through a grid; false if something is not finite.
+bool add_through_grid(const Problem<float>& problem, const BackwardInputs<float>& in, const Gradients<float>& to, int64_t i, int64_t head,
+                      HeadTransform& transform) {
   const PositionProblem& a = problem.a;
-  const PositionAttentionKernels& kernels = problem.kernels;
-  const bool value, scores;
-
-  BackwardRun(const Arguments& x, bool value, bool scores) : problem(x), value(value), scores(scores) {}
-
-  // grad_value: (B, HV, M, C), cleared
-  void run(const Tensor& grad_out, const T* grad_lse, const void* out, const T* stats, T* grad_value) {
-    load_rows(grad_lse, stats);
-    find_far_keys();
-    pack(grad_out, out);
-    split();
-    const int64_t width = a.value_heads * a.m * a.c * a.entries, groups = problem.groups;
-    value_parts_ = Buffer<T>(value && query_parts_ > 1 ? groups * (query_parts_ - 1) * width : 0, T(0));
-    key_ = Buffer<T>(groups * query_parts_ * a.m * a.d, T(0));
-    bias_ = Buffer<T>(groups * query_parts_ * a.m, T(0));
-    query_ = Buffer<T>(groups * key_parts_ * a.n * a.d, T(0));
-    rate_ = Buffer<double>(groups * key_parts_ * query_parts_ * a.heads, 0.0);
-    const double work = problem.work() * (int(value) + int(scores)) + double(groups) * width;
-    run_tasks(groups * key_parts_ * query_parts_, work, kernels.backward_scratch(a), [&](int64_t t, void* scratch) {
-      const int64_t q = t % query_parts_, k = t / query_parts_ % key_parts_, i = t / query_parts_ / key_parts_;
-      const PositionGroup& g = problem.data[i].g;
-      const int64_t blocks = ceil_div(g.key.count, LANE_BLOCK), tiles = ceil_div(a.n, DEPTH_TILE);
-      PositionGradients to{};
-      to.value = value, to.scores = scores;
-      to.block_begin = blocks * k / key_parts_, to.block_end = blocks * (k + 1) / key_parts_;
-      to.tile_begin = tiles * q / query_parts_, to.tile_end = tiles * (q + 1) / query_parts_;
-      to.grad_value = q == 0 ? grad_value + i * width : value_parts_.get() + (i * (query_parts_ - 1) + q - 1) * width;
-      to.grad_key_pos = key_.get() + (i * query_parts_ + q) * a.m * a.d;
-      to.grad_bias = bias_.get() + (i * query_parts_ + q) * a.m;
-      to.grad_query_pos = query_.get() + (i * key_parts_ + k) * a.n * a.d;
-      to.grad_rate = rate_.get() + t * a.heads;
-      kernels.backward(a, g, to, scratch);
-    });
-    for (int64_t i = 0; value && i < groups; ++i) {
-      for (int64_t q = 1; q < query_parts_; ++q) {
-        add_into(grad_value + i * width, value_parts_.get() + (i * (query_parts_ - 1) + q - 1) * width, width);
-      }
-    }
-  }
-
-  // The sums of all parts, and of all groups where the batch shares the argument (to: one sample) or each group's own. `to` is cleared.
-  void query_positions(T* to, bool shared) const {
-    for (int64_t i = 0; i < problem.groups; ++i) {
-      for (int64_t k = 0; k < key_parts_; ++k) {
-        const T* from = query_.get() + (i * key_parts_ + k) * a.n * a.d;
-        T* rows = to + (shared ? 0 : i) * a.n * a.d;
-        for (int64_t j = 0; j < a.n; ++j) add_into(rows + problem.data[i].g.query.place[j] * a.d, from + j * a.d, a.d);
-      }
-    }
-  }
-  void key_positions(T* to, bool shared) const { sum_parts(key_.get(), a.m * a.d, to, shared); }
-  void weights(T* to, bool shared, const std::optional<View>& w) const {
-    sum_parts(bias_.get(), a.m, to, shared);
-    for (int64_t i = 0; i < (shared ? 1 : problem.groups); ++i) {
-      const Row<T> row = row_of<T>(w, i);
-      for (int64_t k = 0; k < a.m; ++k) to[i * a.m + k] = row[k] == T(0) ? T(0) : to[i * a.m + k] / row[k];
-    }
-  }
-  void rates(T* to) const {
-    for (int64_t h = 0; h < a.heads; ++h) {
-      double sum = 0;
-      for (int64_t t = 0; t < problem.groups * key_parts_ * query_parts_; ++t) sum += rate_[t * a.heads + h];
-      to[h] = T(sum);
-    }
-  }
-
- private:
-  int64_t key_parts_ = 1, query_parts_ = 1;
-  Buffer<T> nearest_, inverse_sum_, delta_, shift_, values_, gradients_, value_parts_, key_, bias_, query_;
-  Buffer<double> far_, near_, rate_;
-  Buffer<uint8_t> special_block_, special_tile_;
-
-  void sum_parts(const T* from, int64_t width, T* to, bool shared) const {
-    for (int64_t i = 0; i < problem.groups; ++i) {
-      for (int64_t q = 0; q < query_parts_; ++q) add_into(to + (shared ? 0 : i) * width, from + (i * query_parts_ + q) * width, width);
-    }
-  }
-
-  int64_t padded_rows() const { return ceil_div(a.n, LANE_BLOCK) * LANE_BLOCK; }
-  int64_t tiles() const { return ceil_div(a.n, DEPTH_TILE); }
-
-  void load_rows(const T* grad_lse, const T* stats) {
-    const int64_t rows = padded_rows(), groups = problem.groups;
-    nearest_ = Buffer<T>(groups * rows, T(0));
-    inverse_sum_ = Buffer<T>(groups * a.heads * rows, T(0));
-    delta_ = Buffer<T>(groups * a.heads * rows, T(0));
-    shift_ = Buffer<T>(groups * a.heads * rows, T(0));
-    for (int64_t i = 0; i < groups; ++i) {
-      PositionGroup& g = problem.data[i].g;
-      for (int64_t h = 0; h < a.heads; ++h) {
-        for (int64_t j = 0; j < a.n; ++j) {
-          const int64_t from = (i * a.heads + h) * a.n + g.query.place[j], to = (i * a.heads + h) * rows + j;
-          const T sum = stats[2 * from + 1];
-          if (sum == T(0)) continue;
-          if (h == 0) nearest_[i * rows + j] = stats[2 * from];
-          inverse_sum_[to] = 1 / sum;
-          if (grad_lse) delta_[to] = -grad_lse[from];
-        }
-      }
-      g.nearest = nearest_.get() + i * rows;
-      g.inverse_sum = inverse_sum_.get() + i * a.heads * rows;
-      g.delta = delta_.get() + i * a.heads * rows;
-      g.shift = shift_.get() + i * a.heads * rows;
-    }
-  }
-
-  // Could a tile be negligible? Only if the largest rate makes it so across the whole extent.
-  bool may_skip(const PositionGroup& g) const {
-    double most = 0, across = 0;
-    for (int64_t h = 0; h < a.heads; ++h) most = std::max(most, a.rate[h]);
-    for (int64_t t = 0; t < a.d; ++t) {
-      double low = std::numeric_limits<double>::infinity(), high = -low;
-      auto extend = [&](const double* box, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) low = std::min(low, box[2 * a.d * i + t]), high = std::max(high, box[2 * a.d * i + a.d + t]);
-      };
-      extend(g.query.tile_box, tiles());
-      extend(g.key.tile_box, ceil_div(g.key.count, DEPTH_TILE));
-      across += (high - low) * (high - low);
-    }
-    return g.key.count > 0 && !(most * LOG2E * across < 30);
-  }
-
-  void find_far_keys() {
-    constexpr double INF = std::numeric_limits<double>::infinity();
-    const int64_t rows = padded_rows(), blocks = problem.lane_blocks(), groups = problem.groups;
-    far_ = Buffer<double>(groups * tiles(), INF), near_ = Buffer<double>(groups * tiles(), INF);
-    std::vector<uint8_t> looked(groups);
-    size_t scratch = 0;
-    for (int64_t i = 0; i < groups; ++i) {
-      PositionGroup& g = problem.data[i].g;
-      looked[i] = may_skip(g) || g.min_bias < -60;
-      scratch = std::max(scratch, kernels.forward_scratch(a, g, 0));
-      g.tile_far = far_.get() + i * tiles(), g.tile_near = near_.get() + i * tiles();
-    }
-    const Buffer<T> apart(groups * rows, T(INF));
-    run_tasks(groups * blocks, double(groups) * a.n * a.m, scratch, [&](int64_t t, void* memory) {
-      const int64_t i = t / blocks, block = t % blocks;
-      if (!looked[i]) return;
-      T* to = apart.get() + i * rows + block * LANE_BLOCK;
-      kernels.near_keys(a, problem.data[i].g, block, to, shift_.get() + i * a.heads * rows, memory);
-    });
-    for (int64_t i = 0; i < groups; ++i) {
-      const PositionGroup& g = problem.data[i].g;
-      const T* reach = static_cast<const T*>(g.reach);
-      for (int64_t tile = 0; looked[i] && tile < tiles(); ++tile) {
-        double far = 0, near = INF;
-        for (int64_t j = tile * DEPTH_TILE; j < std::min((tile + 1) * DEPTH_TILE, a.n); ++j) {
-          const double d2 = nearest_[i * rows + j], other = apart[i * rows + j];
-          if (a.heads > 0 && inverse_sum_[i * a.heads * rows + j] == T(0)) continue;  // no key: nothing depends on this row
-          far = d2 <= far ? far : d2;  // a NaN makes it infinite
-          if (!(d2 == d2)) far = INF;
-          if (reach && other > double(reach[j])) continue;
-          far = std::max(far, other), near = std::min(near, other);
-        }
-        far_[i * tiles() + tile] = far, near_[i * tiles() + tile] = near;
-      }
-    }
-  }
-
-  void pack(const Tensor& grad_out, const void* out) {
-    const int64_t groups = problem.groups, padded = problem.row_elements(), rows = a.n * padded, columns = a.columns();
-    const BatchedOperand source = batched(View(grad_out));
-    gradients_ = Buffer<T>(groups * a.heads * rows);
-    special_tile_ = Buffer<uint8_t>(groups * tiles(), 0);
-    std::vector<uint8_t> special(groups * a.heads * tiles());
-    run_tasks(groups * a.heads * tiles(), double(groups) * a.heads * rows * 4, 2 * padded * sizeof(T), [&](int64_t t, void* scratch) {
-      const int64_t tile = t % tiles(), head = t / tiles() % a.heads, i = t / tiles() / a.heads;
-      const int64_t begin = tile * DEPTH_TILE, end = std::min(begin + DEPTH_TILE, a.n);
-      T *to = gradients_.get() + (i * a.heads + head) * rows, *delta = delta_.get() + i * a.heads * padded_rows();
-      special[t] = kernels.pack_gradient(a, source, out, problem.data[i].g, head, begin, end, to, delta, scratch);
-    });
-    for (int64_t t = 0; t < groups * a.heads * tiles(); ++t) special_tile_[t / (a.heads * tiles()) * tiles() + t % tiles()] |= special[t];
-
-    const int64_t blocks = ceil_div(a.m, LANE_BLOCK), block_values = columns * LANE_BLOCK;
-    const int64_t group_values = blocks * a.value_heads * block_values;
-    values_ = Buffer<T>(scores ? groups * group_values : 0);
-    special_block_ = Buffer<uint8_t>(groups * blocks, 0);
-    for (int64_t i = 0; i < groups; ++i) {
-      PositionGroup& g = problem.data[i].g;
-      g.grad_out = gradients_.get() + i * a.heads * rows;
-      g.value_transposed = values_.get() + (scores ? i * group_values : 0);
-      g.special_tile = special_tile_.get() + i * tiles();
-      g.special_block = special_block_.get() + i * blocks;
-    }
-    if (!scores) return;
-    run_tasks(groups * blocks, double(groups) * group_values, padded * sizeof(T), [&](int64_t t, void* scratch) {
-      const int64_t i = t / blocks, block = t % blocks;
-      const PositionGroup& g = problem.data[i].g;
-      if (block * LANE_BLOCK >= g.key.count) return;
-      for (int64_t h = 0; h < a.value_heads; ++h) {
-        T* to = values_.get() + i * group_values + (block * a.value_heads + h) * block_values;
-        special_block_[t] |= kernels.pack_transposed(a, g, h, block, to, scratch);
-      }
-    });
-  }
-
-  void split() {
-    const int64_t threads = torch::stable::get_num_threads(), groups = std::max<int64_t>(problem.groups, 1);
-    if (threads == 1) return;
-    key_parts_ = std::max<int64_t>(1, std::min(ceil_div(4 * threads, groups), ceil_div(a.m, LANE_BLOCK)));
-    const int64_t missing = ceil_div(4 * threads, groups * key_parts_);
-    query_parts_ = std::max<int64_t>(1, std::min(missing, tiles() / 8));
-  }
-};
+  const View grad(in.grad_out);
+  const int64_t size = element_size(grad.scalar_type());
+  const char* from = static_cast<const char*>(grad.const_data_ptr()) +
+                     (problem.data[i].g.first_entry * grad.stride(0) + head * grad.stride(1)) * size;
+  const TransformField grad_out{a.dtype, const_cast<char*>(from), grad.stride(0), grad.stride(2), grad.stride(3), a.c};
+  const bool scores = to.query || to.key || to.rate || to.log_weights;
+  const float* grad_lse = in.grad_lse ? in.grad_lse + (i * a.heads + head) * a.n : nullptr;
+  if (!transform.prepare(grad_out, in.out, grad_lse, scores)) return false;
+  std::vector<double> bias = zeros_of<double>(to.log_weights ? a.m : 0), query = zeros_of<double>(to.query ? a.n * a.d : 0);
+  std::vector<double> key = zeros_of<double>(to.key ? a.m * a.d : 0);
+  double rate = 0;
+  TransformGradients sums;
+  if (to.value) sums.value = to.value + i * a.entries * a.value_heads * a.m * a.c;
+  if (to.log_weights) sums.bias = bias.data();
+  if (to.query) sums.query = query.data();
+  if (to.key) sums.key = key.data();
+  if (to.rate) sums.rate = &rate;
+  transform.backward(grad_out, sums);
+  auto add = [&](float* at, bool shared, const std::vector<double>& x) {
+    at += shared ? 0 : i * int64_t(x.size());
+    for (size_t k = 0; k < x.size(); ++k) at[k] += float(x[k]);
+  };
+  if (to.log_weights) add(to.log_weights, to.weights_shared, bias);
+  if (to.query) add(to.query, to.query_shared, query);
+  if (to.key) add(to.key, to.key_shared, key);
+  if (to.rate) to.rate[head] += float(rate);
+  return true;
+}
 
 template <class T>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
@@ -414,38 +244,56 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o
   check_is(out, x.value.scalar_type(), {run.problem.batch, a.heads, a.n, a.c}, "out: as the forward op returned it");
   check_is(stats, type, {groups, a.heads, a.n, 2}, "stats: as the forward op returned it");
   if (grad_lse) check_is(*grad_lse, type, {groups, a.heads, a.n}, "grad_lse: of lse's dtype and sizes");
-  auto cleared = [&](const View& like) { return new_cleared(x.like, like.own_sizes(), type); };
-  auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };
-  auto single = [&](const View& t) { return t.size(0) == 1 && run.problem.groups != 0; };
-  std::optional<Tensor> lse_rows;
-  if (grad_lse) lse_rows = torch::stable::contiguous(*grad_lse);
-  auto none = [&] { return new_tensor({0}, x.value.scalar_type()); };  // outputs must not share memory
-  Tensor grad_value = needs[2] ? cleared(x.value) : none();
-  if (needs[2] || scores) {
-    run.run(grad_out, lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr, out.const_data_ptr(),
-            static_cast<const T*>(stats.const_data_ptr()), needs[2] ? data(grad_value) : nullptr);
-  }
-  auto gradient = [&](bool need, const View& like, auto fill) {
-    if (!need) return none();
-    Tensor t = cleared(like);
-    fill(data(t));
-    return like.scalar_type() == type ? t : converted(t, like.scalar_type());
+  auto data = [](std::optional<Tensor>& t) { return t ? static_cast<T*>(t->mutable_data_ptr()) : nullptr; };
+  auto single = [&](const View& t) { return t.size(0) == 1 && groups != 0; };
+  auto cleared = [&](bool need, const View& like) {
+    return need ? std::optional(new_cleared(x.like, like.own_sizes(), type)) : std::nullopt;
   };
-  return {gradient(needs[0], x.query_pos, [&](T* to) { run.query_positions(to, single(x.query_pos)); }),
-          gradient(needs[1], x.key_pos, [&](T* to) { run.key_positions(to, single(x.key_pos)); }),
-          x.value.scalar_type() == type ? grad_value : converted(grad_value, x.value.scalar_type()),
-          gradient(needs[3], x.rate, [&](T* to) { run.rates(to); }),
-          weights_grad ? gradient(true, *x.weights, [&](T* to) { run.weights(to, single(*x.weights), x.weights); }) : none()};
+  std::optional<Tensor> query = cleared(needs[0], x.query_pos), key = cleared(needs[1], x.key_pos), value = cleared(needs[2], x.value);
+  std::optional<Tensor> rate = cleared(needs[3], x.rate), weights = weights_grad ? cleared(true, *x.weights) : std::nullopt;
+  const Gradients<T> to{data(query), data(key), data(value), data(rate), data(weights), single(x.query_pos), single(x.key_pos),
+                        weights_grad && single(*x.weights)};
+  if (needs[2] || scores) {
+    std::optional<Tensor> lse_rows;
+    if (grad_lse) lse_rows = torch::stable::contiguous(*grad_lse);
+    const BackwardInputs<T> in{grad_out, lse_rows ? static_cast<const T*>(lse_rows->const_data_ptr()) : nullptr, out.const_data_ptr(),
+                               static_cast<const T*>(stats.const_data_ptr())};
+    Heads done;
+    if constexpr (sizeof(T) == 4) {
+      auto add = [&](int64_t i, int64_t h, HeadTransform& transform) { return add_through_grid(run.problem, in, to, i, h, transform); };
+      done = through_grids(run.problem, x, add, [&](int64_t h, const Rows& rows) {
+        BackwardRun<float> refused(x, needs[2], scores, &rows);
+        const Heads others = all_but(run.problem, h);
+        skip(refused.problem, others);
+        add_directly(refused, in, to, true);
+      });
+      skip(run.problem, done);
+    }
+    if (!all_of(done)) add_directly(run, in, to, any_of(done));
+  }
+  if (weights_grad) {
+    T* at = data(weights);
+    for (int64_t i = 0; i < (to.weights_shared ? 1 : groups); ++i) {
+      const Row<T> row = row_of<T>(x.weights, i);
+      for (int64_t k = 0; k < a.m; ++k) at[i * a.m + k] = row[k] == T(0) ? T(0) : at[i * a.m + k] / row[k];
+    }
+  }
+  auto result = [&](std::optional<Tensor>& t, ScalarType wanted) {
+    if (!t) return new_tensor({0}, x.value.scalar_type());  // outputs must not share memory
+    return wanted == type ? *t : converted(*t, wanted);
+  };
+  return {result(query, x.query_pos.scalar_type()), result(key, x.key_pos.scalar_type()), result(value, x.value.scalar_type()),
+          result(rate, type), result(weights, type)};
 }
 
 using Period = std::optional<std::vector<double>>;
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using GradientTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Tensor forward_any(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
   return x.value.scalar_type() == ScalarType::Double ? forward<double>(x, lse, stats) : forward<float>(x, lse, stats);
 }
 
-Gradients backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x, const Tensor& out,
+GradientTensors backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x, const Tensor& out,
                        const Tensor& stats, const std::vector<bool>& needs) {
   return x.value.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, out, stats, needs)
                                                      : backward<float>(grad_out, grad_lse, x, out, stats, needs);
@@ -471,7 +319,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query_pos, const Ten
   return {out, *lse, *stats};
 }
 
-Gradients backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query_pos, const Tensor& key_pos,
+GradientTensors backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query_pos, const Tensor& key_pos,
                       const Tensor& value, const Tensor& rate, std::optional<Tensor> weights, const Tensor& out, const Tensor& /*lse*/,
                       const Tensor& stats, std::optional<Tensor> radius, Period period, std::vector<bool> needs) {
   return backward_any(grad_out, grad_lse, arguments(query_pos, key_pos, value, rate, weights, radius, period), out, stats, needs);
@@ -488,7 +336,7 @@ std::tuple<Tensor, Tensor> plain_forward(const Tensor& query_pos, const Tensor& 
   return {out, *stats};
 }
 
-Gradients plain_backward(const Tensor& grad_out, const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
+GradientTensors plain_backward(const Tensor& grad_out, const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
                          std::optional<Tensor> weights, const Tensor& out, const Tensor& stats, std::vector<bool> needs) {
   return backward_any(grad_out, std::nullopt, plain_arguments(query_pos, key_pos, value, rate, weights), out, stats, needs);
 }

@@ -30,6 +30,7 @@ struct PointSet {
 struct PositionGroup {
   int64_t first_entry = 0;  // its entries of the batch: first_entry .. first_entry + entries - 1
   PointSet query, key;
+  const uint8_t* skip = nullptr;  // heads that are not wanted here; null: all are
   const void* bias = nullptr;  // T (key.padded): log2(w_k / max w); null if it is 0 for every key
   double log2_max_weight = 0, min_bias = 0;
   const void* reach = nullptr;         // T (query.padded): r^2 (1 + 8 eps); null without a radius
@@ -91,9 +92,9 @@ struct PositionAttentionKernels {
   // As pack_panels, for grad_out; rows without a key become 0. delta_i = grad_out_i . out_i over all columns.
   bool (*pack_gradient)(const PositionProblem&, const BatchedOperand& grad_out, const void* out, const PositionGroup&, int64_t head,
                         int64_t row_begin, int64_t row_end, void* to, void* delta, void* scratch);
-  // Of the queries of a lane block: distance^2 to the nearest key not at their place, T (LANE_BLOCK); and, if the weights are so
-  // uneven that it matters, the shift of their exponents per head, T (heads, query.padded).
-  void (*near_keys)(const PositionProblem&, const PositionGroup&, int64_t block, void* apart, void* shift, void* scratch);
+  // Of the queries of a lane block: distance^2 to the nearest key and to the nearest not at their place, T (LANE_BLOCK), the first where
+  // it is wanted; and, if the weights are so uneven that it matters, the shift of their exponents per head, T (heads, query.padded).
+  void (*near_keys)(const PositionProblem&, const PositionGroup&, int64_t block, void* nearest, void* apart, void* shift, void* scratch);
   void (*forward)(const PositionProblem&, const PositionGroup&, const PositionOutput&, int64_t group, int64_t block, int64_t panel_begin,
                   int64_t panel_end, void* scratch);
   void (*backward)(const PositionProblem&, const PositionGroup&, const PositionGradients&, void* scratch);

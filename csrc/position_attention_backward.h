@@ -185,7 +185,7 @@ template <class T> void backward(const PositionProblem& a, const PositionGroup& 
       const Coordinates<T> x = coordinates<T>(a, g.query, first);
       bool measured = false;
       for (int64_t h = 0; h < a.heads; ++h) {
-        if (!special && negligible<T>(a, g, h, box, tile)) continue;
+        if ((g.skip && g.skip[h]) || (!special && negligible<T>(a, g, h, box, tile))) continue;
         if (!measured) distance(a, k.x, x, count, k.active, s.d2);
         const int64_t at = h * g.query.padded + first, value_head = a.value_heads > 1 ? h : 0;
         const QueryRow<T> q{static_cast<const T*>(g.nearest) + first,   static_cast<const T*>(g.shift) + at,

@@ -113,6 +113,7 @@ void forward(const PositionProblem& a, const PositionGroup& g, const PositionOut
       const int64_t first = t * DT, count = smaller<int64_t>(DT, g.key.count - first);
       bool measured = false;
       for (int64_t h = head; h < end; ++h) {
+        if (g.skip && g.skip[h]) continue;
         if (a.rate[h] * LOG2E * (s.box[t] - far) > margin && !g.special_value[t]) continue;  // negligible
         if (!measured) distance(a, q.x, coordinates<T>(a, g.key, first), count, q.active, s.d2);
         measured = true;
@@ -125,6 +126,7 @@ void forward(const PositionProblem& a, const PositionGroup& g, const PositionOut
       }
     }
     for (int64_t h = head; h < end; ++h) {
+      if (g.skip && g.skip[h]) continue;
       for (int64_t i = 0; i < q.count; ++i) {
         const int64_t place = g.query.place[q.first + i], row = (group * a.heads + h) * a.n + place;
         const T sum = s.sum[h * LB + i];
@@ -156,11 +158,13 @@ void forward(const PositionProblem& a, const PositionGroup& g, const PositionOut
 }
 
 template <class T>
-void near_keys_of(const PositionProblem& a, const PositionGroup& g, int64_t block, void* apart, void* shift, void* scratch) {
+void near_keys_of(const PositionProblem& a, const PositionGroup& g, int64_t block, void* nearest, void* apart, void* shift,
+                  void* scratch) {
   const ForwardScratch<T> s(scratch, a, g, 0, 1);
   const Lanes<T> q = lane_block<T>(a, g.query, block);
   const DistanceTile<T> distance = distance_of<T>(a);
   const double reach = look_around<T>(a, g, q, block, distance, s.box, s.d2, s.nearest, static_cast<T*>(apart));
+  for (int64_t i = 0; nearest && i < LB; ++i) static_cast<T*>(nearest)[i] = s.nearest[i];
   if (!uneven(g)) return;
   for (int64_t h = 0; h < a.heads; ++h) {
     T* to = static_cast<T*>(shift) + h * g.query.padded + q.first;

@@ -50,8 +50,8 @@ bool pack_gradient_any(const PositionProblem& a, const BatchedOperand& grad_out,
     return pack_gradient<CO_TYPE(t), CO_TYPE(u)>(a, grad_out, out, g, head, row_begin, row_end, to, delta, scratch);
   });
 }
-void near_keys(const PositionProblem& a, const PositionGroup& g, int64_t block, void* apart, void* shift, void* scratch) {
-  by_type(a.dtype, [&](auto t) { near_keys_of<CO_TYPE(t)>(a, g, block, apart, shift, scratch); });
+void near_keys(const PositionProblem& a, const PositionGroup& g, int64_t block, void* nearest, void* apart, void* shift, void* scratch) {
+  by_type(a.dtype, [&](auto t) { near_keys_of<CO_TYPE(t)>(a, g, block, nearest, apart, shift, scratch); });
 }
 void forward_any(const PositionProblem& a, const PositionGroup& g, const PositionOutput& o, int64_t group, int64_t block,
                  int64_t panel_begin, int64_t panel_end, void* scratch) {
