@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import continuum_ops as co
+from continuum_ops.backends import extension
 
 OP = "position_attention"
 BATCH, HEADS, CHANNELS, DIMENSION = 8, 2, 64, 2
@@ -130,6 +131,11 @@ def ours(x: Inputs, value: Tensor, rate: Tensor) -> Tensor:
     return co.position_attention(x.points, x.points, value, rate, radius=x.radius)
 
 
+def ours_pair_by_pair(x: Inputs, value: Tensor, rate: Tensor) -> Tensor:
+    """The same without a grid between the points: every probability is computed."""
+    return ours(x, value, rate)
+
+
 def ours_on_grid(x: Inputs, value: Tensor, rate: Tensor) -> Tensor:
     assert x.grid is not None
     return co.position_attention(x.grid, x.grid, value, rate, radius=x.radius)
@@ -172,9 +178,10 @@ def keops(x: Inputs, value: Tensor, rate: Tensor) -> Tensor:
 
 
 PLAIN, CHUNKED, KEOPS = "(a) plain PyTorch", "(b) chunked torch.mm", "(c) pykeops LazyTensor"
-LOCAL, ON_GRID = f"{OP}, local", f"{OP}, Grid"
+LOCAL, ON_GRID, DIRECT = f"{OP}, local", f"{OP}, Grid", f"{OP}, pair by pair"
 FORMS: dict[str, Attention] = {
     OP: ours,
+    DIRECT: ours_pair_by_pair,
     LOCAL: ours,
     ON_GRID: ours_on_grid,
     PLAIN: plain,
@@ -195,7 +202,19 @@ def make_run(form: str, x: Inputs, passes: str) -> Callable[[], tuple[Tensor, ..
         grad_value, grad_rate = torch.autograd.grad(out, (x.value, x.rate), x.grad_out)
         return out.detach()[:, :, keep], grad_value[:, keep], grad_rate
 
-    return forward if passes == "forward" else forward_backward
+    run = forward if passes == "forward" else forward_backward
+    kernels = extension()[0]
+    if form != DIRECT or kernels is None:
+        return run
+
+    def pair_by_pair() -> tuple[Tensor, ...]:
+        kernels.set_grids(kernels.Grids.never)
+        try:
+            return run()
+        finally:
+            kernels.set_grids(kernels.Grids.when_faster)
+
+    return pair_by_pair
 
 
 def make_candidate(form: str, x: Inputs, passes: str, reference: dict[str, Tensor]) -> harness.Candidate:
@@ -226,11 +245,15 @@ def cases(args: argparse.Namespace, allocator: str) -> list[tuple[str, dict[str,
     others = [PLAIN, CHUNKED, KEOPS] if allocator == "default" else [PLAIN, CHUNKED]
     for n in args.sizes:
         x = make_inputs(n)
-        result.append(("points", {"N": n}, dict.fromkeys([OP, *others], x)))
+        result.append(("points", {"N": n}, dict.fromkeys([OP, DIRECT, *others], x)))
     if allocator == "default":
         x, near = make_inputs(max(args.sizes)), make_inputs(max(args.sizes), local=True)
         result.append(
-            (f"local (quantile {QUANTILE}) and global", {"N": max(args.sizes)}, {LOCAL: near, OP: x})
+            (
+                f"local (quantile {QUANTILE}) and global",
+                {"N": max(args.sizes)},
+                {LOCAL: near, DIRECT: x, OP: x},
+            )
         )
     for side in args.grids:
         largest = side * side > max(SIZES)  # all-to-all there: nobody else's form ends in time or fits
@@ -269,14 +292,14 @@ def time_all(args: argparse.Namespace, allocator: str) -> list[dict[str, Any]]:
 
 
 def finish_rows(rows: list[dict[str, Any]], ceilings: dict[str, float] | None) -> None:
-    """Add time over the time of the table's first form; for all-to-all over points GFLOP/s and ceiling."""
+    """Add time over the time of the table's first form; where all pairs are computed GFLOP/s and ceiling."""
     first: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if "skipped" in row:
             continue
         key = (row["table"], *row["case"].values(), row["allocator"])
         row["speedup"] = row["ms"] / first.setdefault(key, row["ms"])
-        if "N" not in row["case"] or row["candidate"] == LOCAL:
+        if "N" not in row["case"] or row["candidate"] in (LOCAL, OP):  # neither computes all pairs
             continue
         flops, exps = (HEADS * row["case"]["N"] ** 2 * c for c in COST[row["passes"]])
         row["gflops"] = flops * BATCH * CHANNELS / row["ms"] * 1e-6

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 SIZES = [1024, 1025]
-FORMS = [script.OP, script.LOCAL, script.PLAIN, script.CHUNKED]
+FORMS = [script.OP, script.DIRECT, script.LOCAL, script.PLAIN, script.CHUNKED]
 
 
 @functools.cache

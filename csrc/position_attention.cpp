@@ -103,11 +103,17 @@ template <class F, class G> Heads through_grids(const Problem<float>& problem, c
 }
 
 bool all_of(const Heads& heads) {
-  return !heads.empty() && std::all_of(heads.begin(), heads.end(), [](auto& g) { return std::all_of(g.begin(), g.end(), [](uint8_t h) { return h; }); });
+  for (const auto& group : heads) {
+    if (std::count(group.begin(), group.end(), 0) > 0) return false;
+  }
+  return !heads.empty();
 }
 
 bool any_of(const Heads& heads) {
-  return std::any_of(heads.begin(), heads.end(), [](auto& g) { return std::any_of(g.begin(), g.end(), [](uint8_t h) { return h; }); });
+  for (const auto& group : heads) {
+    if (std::count(group.begin(), group.end(), 1) > 0) return true;
+  }
+  return false;
 }
 
 template <class T> void skip(Problem<T>& problem, const Heads& heads) {

@@ -1,7 +1,7 @@
 // Position attention through a grid: what the driver (position_transform.cpp) hands to the kernels. Free of torch.
 //
-// A Gaussian of a pair of points is interpolated from Gaussians of pairs of nodes. Each side, queries or keys, has a tensor grid of cells over
-// its bounding box with Chebyshev nodes in every cell; a point sees the nodes of its cell only. Three steps:
+// A Gaussian of a pair of points is interpolated from Gaussians of pairs of nodes. Each side, queries or keys, has a tensor grid of
+// cells over its bounding box with Chebyshev nodes in every cell; a point sees the nodes of its cell only. Three steps:
 //   spread   U[node, column] = sum over the keys of the cell of basis[key, node] x[key, column]
 //   between the grids, axis by axis, a small matrix of Gaussians of node distances (axis_product)
 //   gather   y[query, column] = sum over the nodes of the cell of basis[query, node] U[node, column]
@@ -48,8 +48,8 @@ struct PositionTransformKernels {
   void (*spread)(const TransformSide&, int64_t cell, bool mass, const float* rows, int64_t columns, double* grid, void* scratch);
   // The same for numbers of float64, of which `sums` gets sum basis x and `sizes` sum |basis| x; either may be null.
   void (*spread_numbers)(const TransformSide&, int64_t cell, bool mass, const double* x, double* sums, double* sizes, void* scratch);
-  // y[i, c] = sum of basis grid, for points first .. last of one cell. To keep its rounding small it is the residual from a constant c: `ones` is what the grid
-  // of a field of ones is and `total` its sum at each point (null: ones). With `divide` y is divided by total.
+  // y[i, c] = sum of basis grid, for points first .. last of one cell; with `divide`, over total[i]. What is summed in float32 is the
+  // residual from a constant of the cell: `ones` is the grid of a field of ones and `total` its sums (null: a grid of ones).
   void (*gather)(const TransformSide&, int64_t cell, int64_t first, int64_t last, const double* grid, int64_t columns, const double* ones,
                  const double* total, bool divide, float* y, void* scratch);
   // The same for numbers: y = sum basis grid, or with `sizes` sum |basis| grid

@@ -35,7 +35,7 @@ constexpr int64_t MOST_NODES = 1024;      // of a cell
 constexpr double FARTHEST_BIAS = -40;     // log2 of the least weight relative to the largest: float32 must hold the products
 constexpr double MOST_ANTIPODE = 1e-10;    // Gaussian of half a period: beyond it few rows would be accurate
 constexpr int64_t FEW = 256;              // points that are not worth a grid
-constexpr double GAIN = 1.5, FIXED = 2e6;  // at least this factor less work, and multiplications that the rest costs
+constexpr double GAIN = 1.5, FIXED = 2.5e7;  // at least this factor less work, and multiplications that the rest costs
 
 // The box of the points of one side; an infinite extent where a coordinate is not finite.
 inline TransformBox bounding_box(const PointSet& s, int64_t d) {
@@ -102,7 +102,8 @@ inline TransformPlan plan_transform(const PositionProblem& a, const PositionGrou
       all_query *= double(of_query[t] * c.points), all_key *= double(of_key[t] * c.points);
     }
     if (!fits || cell > MOST_NODES || std::max(all_query, all_key) > grid_limit) continue;
-    double work = double(queries + keys) * double(cell) * (columns + 8) + (all_query + all_key) * (columns + 8);
+    const double factors = double(points[0] + points[1] + points[2]);
+    double work = double(queries + keys) * (double(cell) * (columns + 40) + 60 * factors) + 2 * (all_query + all_key) * (columns + 8);
     double entries = 0;  // of the matrices between the grids
     for (int64_t t = 0; t < a.d; ++t) entries += double(of_query[t] * points[t]) * double(of_key[t] * points[t]);
     if (entries > matrix_limit) continue;

@@ -74,7 +74,9 @@ def test_rates(through, rate):
     through(check, x, y, v, torch.tensor([rate, 5.0]), heads=4)
 
 
-@pytest.mark.parametrize("kind", ["value per head", "per sample", "weights per sample", "float64 positions", "offset"])
+@pytest.mark.parametrize(
+    "kind", ["value per head", "per sample", "weights per sample", "float64 positions", "offset"]
+)
 def test_arguments(through, kind):
     options = {
         "value per head": {"value_heads": 2},
@@ -220,7 +222,10 @@ def test_some_gradients(grids):
     grad_out, grad_lse = draw((2, 2, 100, 3), seed=3), draw((2, 2, 100), seed=4)
 
     def gradients(needed):
-        leaves = [t.detach().requires_grad_(name in needed) for name, t in zip(NAMES, (x, y, v, rate, w), strict=True)]
+        leaves = [
+            t.detach().requires_grad_(name in needed)
+            for name, t in zip(NAMES, (x, y, v, rate, w), strict=True)
+        ]
         out, lse = attend(*leaves)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         return dict(zip(needed, torch.autograd.grad([out, lse], wanted, [grad_out, grad_lse]), strict=True))

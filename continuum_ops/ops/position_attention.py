@@ -44,7 +44,9 @@ def position_attention(
 
     Where positions, weights and radius are shared by the batch, each probability is computed once and applied
     to all batch entries and channels. Parts of the meshes that are outside every radius, or so far away that
-    they change nothing beyond rounding, are skipped.
+    they change nothing beyond rounding, are skipped. On the CPU many points in up to three dimensions, where
+    the Gaussians are wide compared to the spacing, are summed through a grid of Chebyshev nodes in O(N + M)
+    time, to the accuracy of the sum over pairs.
 
     Args:
         query_pos: points x, (N, d) for the whole batch or (B, N, d), d >= 1, or a Grid.
