@@ -1,5 +1,5 @@
-"""Position attention through a grid on the CPU (csrc/position_transform.h), against long arithmetic: all heads that can go
-through a grid do, whatever it costs, and each test sees that they did."""
+"""Position attention through a grid on the CPU (csrc/position_transform.h), against long arithmetic: all
+heads that can go through a grid do, whatever it costs, and each test sees that they did."""
 
 import math
 
@@ -123,7 +123,7 @@ def test_domain_within_half_a_period(through):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_refused_rows(through, dtype):
-    """A few queries far from all keys, of which float32 through a grid would hold nothing, go pair by pair."""
+    """A few queries far from all keys, of which float32 through a grid holds nothing, go pair by pair."""
     x, y, v, _ = scene(130, 150, 2, dtype=dtype)
     x = x.clone()
     x[::13] += 4.0
