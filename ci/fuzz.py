@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 import continuum_ops  # noqa: F401  (registers the operators)
+from continuum_ops.backends import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = torch.ops.continuum_ops
+KERNELS = extension()[0]
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 HUGE = 2**31 + 64  # elements between two rows
 HUGE_ROWS = 3
@@ -268,6 +270,8 @@ def position(case: Case) -> None:
         case.tensor(case.random.choice((1, batch)), n, dtype=acc, positive=True) if case.maybe(0.4) else None
     )
     period = [case.random.choice((1.5, math.inf)) for _ in range(d)] if case.maybe(0.3) else None
+    if KERNELS is not None:
+        KERNELS.set_grids(KERNELS.Grids.when_possible if case.maybe() else KERNELS.Grids.when_faster)
     results = call(case, OPS.position_attention_forward, [x, y, value, rate, w, radius, period])
     if results is None:
         return

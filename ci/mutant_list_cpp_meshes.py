@@ -3,6 +3,7 @@
 PATCH = "test_patch_attention.py -k '{}'"
 PATCH_EDGE = "test_patch_attention_edge.py -k '{}'"
 POSITION = "test_position_attention.py -k 'kernel and ({})'"
+TRANSFORM = "test_position_transform.py -k '{}'"
 GALERKIN = "test_galerkin_attention.py -k 'values or expanded or equal_weights'"
 FOURIER = "test_fourier_patch_attention.py -k 'instruction_set or definition or gradients'"
 
@@ -267,15 +268,161 @@ MESHES = {
     "csrc/position_attention.cpp": [
         (
             "position: gradient of the logarithm",
-            "row[k] == T(0) ? T(0) : §to[i * a.m + k] / row[k]§;",
-            "to[i * a.m + k]",
+            "row[k] == T(0) ? T(0) : §at[i * a.m + k] / row[k]§;",
+            "at[i * a.m + k]",
             POSITION.format("odd or softplus"),
         ),
+        (
+            "position: refused rows forgotten",
+            "§any = any || !refused[i].empty()§;",
+            "any = false",
+            TRANSFORM.format("refused"),
+        ),
+        (
+            "position: refused rows of every head",
+            "skipped[head] = §0§;",
+            "1",
+            TRANSFORM.format("refused"),
+        ),
+        (
+            "position: gradients of refused rows written over",
+            "to.value[i] += §value[i]§;",
+            "0",
+            TRANSFORM.format("refused"),
+        ),
+        (
+            "position: gradient of lse of the first head",
+            "in.grad_lse ? in.grad_lse + §(i * a.heads + head) * a.n§ : nullptr;",
+            "i * a.heads * a.n",
+            TRANSFORM.format("rates or arguments"),
+        ),
+    ],
+    "csrc/position_backward_run.h": [
         (
             "position: gradient of lse of the wrong sign",
             "delta_[to] = §-grad_lse[from]§;",
             "grad_lse[from]",
             POSITION.format("odd"),
+        ),
+    ],
+    "csrc/position_transform_plan.h": [
+        (
+            "through a grid: nodes too far apart",
+            "const double root = §std::sqrt(rate)§,",
+            "0.5 * std::sqrt(rate)",
+            TRANSFORM.format("budget or rates or chosen"),
+        ),
+        (
+            "through a grid: kink of the period ignored",
+            "if (§half < farthest§) plan.antipode",
+            "false",
+            TRANSFORM.format("antipode"),
+        ),
+        (
+            "through a grid: weights beyond float32",
+            "if (§g.min_bias < FARTHEST_BIAS§) return plan;",
+            "false",
+            TRANSFORM.format("graded"),
+        ),
+    ],
+    "csrc/position_transform.cpp": [
+        (
+            "through a grid: rows that cancel kept",
+            "size[i] <= §MOST_ERROR§ * total_[i]);",
+            "1e30",
+            TRANSFORM.format("refused or light"),
+        ),
+        (
+            "through a grid: mass of the keys forgotten",
+            "§key_.s.mass = key_.mass.get()§;",
+            "key_.s.mass = nullptr",
+            TRANSFORM.format("dimensions"),
+        ),
+        (
+            "through a grid: matrix not transposed on the way back",
+            "to_query ? keys : §1§, to_query ? 1 : keys, from, out);",
+            "keys",
+            TRANSFORM.format("dimensions or arguments"),
+        ),
+        (
+            "through a grid: slope of the wrong sign",
+            "push_back(§-2§ * rate_ * z * e);",
+            "2",
+            TRANSFORM.format("dimensions"),
+        ),
+        (
+            "through a grid: lse without the weights' scale",
+            "float(std::log(total_[i]) + §log_max_weight_§);",
+            "0",
+            TRANSFORM.format("dimensions"),
+        ),
+        (
+            "through a grid: record relative to nothing",
+            "total_[i] * §std::exp(rate_ * double(nearest[place]))§);",
+            "1",
+            TRANSFORM.format("record"),
+        ),
+        (
+            "through a grid: delta of the rate",
+            "§rate += dot_of(of_query.get(), result.get(), query_.s.all_nodes())§;",
+            "rate += 0",
+            TRANSFORM.format("dimensions"),
+        ),
+        (
+            "through a grid: keys move with the queries",
+            "key_.place[i] * d + t] §-=§ double(mass[i])",
+            "+=",
+            TRANSFORM.format("dimensions"),
+        ),
+        (
+            "through a grid: refused rows counted twice",
+            "inverse[i] = §refused_[query_.place[i]]§ ? 0.0f",
+            "false",
+            TRANSFORM.format("refused"),
+        ),
+        (
+            "through a grid: centre of the values forgotten",
+            "centre_[begin + c] = float(§sum[c] / double(taken)§);",
+            "1e4",
+            TRANSFORM.format("dimensions or budget"),
+        ),
+    ],
+    "csrc/position_transform_kernel.cpp": [
+        (
+            "through a grid: nodes of another cell",
+            "const int64_t row = ((x * s.points[0] + a) * s.nodes(1) + §y * s.points[1]§ + b)",
+            "0",
+            TRANSFORM.format("dimensions or rates"),
+        ),
+        (
+            "through a grid: tiles of points written over",
+            "to[l] §+=§ double(acc[r][v][l]);",
+            "=",
+            TRANSFORM.format("dimensions or rates"),
+        ),
+        (
+            "through a grid: residual's constant dropped",
+            "row[c] = float(§constant[c] + double(row[c]) * inverse§);",
+            "double(row[c]) * inverse",
+            TRANSFORM.format("dimensions"),
+        ),
+        (
+            "through a grid: last nodes of a cell written over",
+            "store(to, §add ? load(to) + acc[r][v] : acc[r][v]§);",
+            "acc[r][v]",
+            TRANSFORM.format("dimensions"),
+        ),
+        (
+            "through a grid: stride of the channels ignored",
+            "to[c + j] = widen(from[j * §f.column§]);",
+            "1",
+            TRANSFORM.format("strided"),
+        ),
+        (
+            "through a grid: a number that is not finite goes unseen",
+            "special |= §word == exponent ? ~0u : 0u§;",
+            "0",
+            TRANSFORM.format("finite"),
         ),
     ],
     "csrc/galerkin_attention_kernel.cpp": [

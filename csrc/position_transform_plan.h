@@ -108,12 +108,13 @@ inline TransformPlan plan_transform(const PositionProblem& a, const PositionGrou
     for (int64_t t = 0; t < a.d; ++t) entries += double(of_query[t] * points[t]) * double(of_key[t] * points[t]);
     if (entries > matrix_limit) continue;
     work += 50 * entries;
-    double nodes = all_key;  // products in float64, from the last axis to the first
+    double there = all_key, back = all_query, largest = 0;  // products in float64, from the last axis to the first
     for (int64_t t = a.d - 1; t >= 0; --t) {
-      nodes *= double(of_query[t]) / double(of_key[t]);
-      work += 2 * nodes * double(of_key[t] * points[t]) * columns;
+      there *= double(of_query[t]) / double(of_key[t]), back *= double(of_key[t]) / double(of_query[t]);
+      largest = std::max({largest, there, back});
+      work += 2 * there * double(of_key[t] * points[t]) * columns;
     }
-    if (work < best) {
+    if (work < best && largest <= grid_limit) {
       best = work, plan.use = true;
       std::copy_n(points, 3, plan.points), std::copy_n(of_query, 3, plan.query_cells), std::copy_n(of_key, 3, plan.key_cells);
     }

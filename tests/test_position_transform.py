@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from helpers import draw
-from position_helpers import NAMES, attend, check, exact, points, results, scene
+from helpers import assert_results, draw
+from position_helpers import NAMES, attend, check, exact, plain, points, results, run, scene
 
 import continuum_ops as co
 from continuum_ops.backends import extension
@@ -36,12 +36,12 @@ def grids():
 def through(grids):
     """The same; the number of heads, both passes counted, must be `heads`."""
 
-    def run(function, *args, heads, **options):
+    def call(function, *args, heads, **options):
         result, count = grids(KERNELS.Grids.when_possible, function, *args, **options)
         assert count == heads
         return result
 
-    return run
+    return call
 
 
 @pytest.fixture(params=["avx512", "avx2", "generic"])
@@ -121,6 +121,30 @@ def test_domain_within_half_a_period(through):
     through(check, x, y, v, rate, period=(2.5, 3.0), heads=4)
 
 
+@pytest.mark.parametrize("forward, backward", [("when_possible", "never"), ("never", "when_possible")])
+def test_record_of_a_row(forward, backward):
+    """What one way keeps of the rows for the backward pass serves the other: vmap may regroup the batch."""
+    x, y, v, rate = scene(100, 120, 2, rate=RATES)
+
+    def attend_then_differentiate(*args):
+        KERNELS.set_grids(getattr(KERNELS.Grids, forward))
+        out, lse = attend(*args)
+        KERNELS.set_grids(getattr(KERNELS.Grids, backward))
+        return out, lse
+
+    tensors = [x, y + 0.3, v, rate, draw((120,), positive=True)]
+    grad_out, grad_lse = draw((2, 2, 100, 3), seed=3), draw((2, 2, 100), seed=4)
+    before = KERNELS.heads_through_grids()
+    try:
+        result = run(attend_then_differentiate, tensors, grad_out, grad_lse)
+    finally:
+        KERNELS.set_grids(KERNELS.Grids.when_faster)
+    assert KERNELS.heads_through_grids() - before == 2
+    true = exact(*tensors, grad_out=grad_out, grad_lse=grad_lse)
+    rough = run(plain, tensors, grad_out, grad_lse)
+    assert_results(result, true, rough, dict(zip(NAMES, tensors, strict=True)), v)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_refused_rows(through, dtype):
     """A few queries far from all keys, of which float32 through a grid holds nothing, go pair by pair."""
@@ -186,12 +210,12 @@ def test_what_is_not_finite(grids, bad, where, heads):
     {"value": v[1, 3], "query": x[7], "key": y[9], "grad_out": grad_out[0, 1, 4]}[where].fill_(bad)
     leaf = v.requires_grad_()
 
-    def run():
+    def both():
         out = co.position_attention(x, y, leaf, rate)
         return out.detach(), torch.autograd.grad(out, leaf, grad_out)[0]
 
-    ours, count = grids(KERNELS.Grids.when_possible, run)
-    direct, none = grids(KERNELS.Grids.never, run)
+    ours, count = grids(KERNELS.Grids.when_possible, both)
+    direct, none = grids(KERNELS.Grids.never, both)
     assert (count, none) == (heads, 0)
     for a, b in zip(ours, direct, strict=True):
         assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf())
@@ -266,11 +290,11 @@ def test_many_points(grids):
     v = torch.sin(9 * x[:, :1] + torch.arange(4.0))[None].requires_grad_()
     rate = torch.tensor([40.0])
 
-    def run():
+    def both():
         out = co.position_attention(x, x, v, rate)
         return out, torch.autograd.grad(out, v, torch.ones_like(out))[0]
 
-    (out, grad), count = grids(KERNELS.Grids.when_faster, run)
+    (out, grad), count = grids(KERNELS.Grids.when_faster, both)
     assert count == 2
     rows = torch.arange(0, n, 6007)
     true = exact(x[rows], x, v.detach(), rate)["out"]
