@@ -14,8 +14,8 @@ constexpr int64_t W = TRANSFORM_COLUMNS, POINTS = 512;  // of a task that goes p
 constexpr int64_t GRID_NUMBERS = 1 << 21;  // of a grid and its columns, 16 MiB
 // The error that a Gaussian interpolated between two cells may have, relative to |basis| Gaussian |basis|, is about 1e-8 for near pairs and
 // grows with their distance z: 1e-8 (1 + e^(2.7 (sqrt(rate) |z| - 1.5))) along each axis bounds what was measured for all of CELL_WIDTHS.
-// A row whose terms have a bound of more than MOST_ERROR of that is refused: float32 rounding alone is 6e-8, of which as much cancels.
-constexpr double GROWTH = 2.7, FLAT = 1.5, MOST_ERROR = 128;
+// A row whose terms have a bound of more than MOST_ERROR of that is refused.
+constexpr double GROWTH = 2.7, FLAT = 1.5, MOST_ERROR = 64;
 constexpr double LEAST_SUM = 0x1p-60;  // below it float32 has no digits to spare
 constexpr double KINK_SHARE = 0x1p-22;  // of a row's sum that keys at the antipode may have
 
@@ -193,10 +193,11 @@ void HeadTransform::gather(const Side& side, const double* grid, int64_t columns
                            F f) const {
   const size_t scratch_bytes = kernels().scratch(side.s.cell_nodes()), rows = TRANSFORM_ROWS * W * sizeof(float);
   const double work = double(side.s.count) * double(side.s.cell_nodes()) * double(columns);
-  run_tasks(int64_t(side.cell_of_task.size()), work, rows + scratch_bytes, [&](int64_t task, void* scratch) {
-    float* y = static_cast<float*>(scratch);
+  run_tasks(int64_t(side.cell_of_task.size()), work, rows + scratch_bytes, [&](int64_t task, void* memory) {
+    float* y = static_cast<float*>(memory);
+    void* scratch = static_cast<char*>(memory) + rows;
     const int64_t first = side.first_of_task[task], last = side.last_of_task[task];
-    kernels().gather(side.s, side.cell_of_task[task], first, last, grid, columns, ones, total, divide, y, static_cast<char*>(scratch) + rows);
+    kernels().gather(side.s, side.cell_of_task[task], first, last, grid, columns, ones, total, divide, y, scratch);
     f(first, last, y);
   });
 }

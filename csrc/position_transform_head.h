@@ -66,7 +66,8 @@ class HeadTransform {
   void across(const Kind* kinds, bool to_query, const double* from, int64_t columns, double* to, double* spare) const;
   void spread(const Side&, bool mass, const float* rows, int64_t columns, double* grid) const;
   void spread_numbers(const Side&, bool mass, const double* x, double* sums, double* sizes) const;
-  template <class F> void gather(const Side&, const double* grid, int64_t columns, const double* ones, const double* total, bool divide, F f) const;
+  template <class F>
+  void gather(const Side&, const double* grid, int64_t columns, const double* ones, const double* total, bool divide, F f) const;
   void add_products(const Side&, const double* grid, int64_t columns, const float* rows, double* sums) const;
   void gather_numbers(const Side&, const double* grid, bool sizes, double* y) const;
   bool pack(const Side&, const TransformField&, int64_t begin, int64_t columns, const float* scale, const float* centre, float* to) const;

@@ -24,18 +24,18 @@ struct TransformPlan {
 };
 
 // Nodes along an axis of a cell, and the width of the cell, in units of 1 / sqrt(rate), up to which exp(-rate (x - y)^2) is interpolated
-// between any two cells to 3e-8 of the largest value that it has there, or of e^-4 where it is smaller everywhere.
+// between any two cells to 1e-8 of the largest value that it has there, or of e^-4 where it is smaller everywhere.
 struct CellWidth {
   int64_t points;
   double width;
 };
-constexpr CellWidth CELL_WIDTHS[] = {{5, 0.096}, {6, 0.182}, {7, 0.303}, {8, 0.487},  {9, 0.719},
-                                     {10, 0.924}, {11, 1.144}, {12, 1.403}, {13, 1.725}, {14, 1.993}};
+constexpr CellWidth CELL_WIDTHS[] = {{5, 0.077}, {6, 0.150}, {7, 0.260}, {8, 0.424},  {9, 0.625},
+                                     {10, 0.810}, {11, 1.015}, {12, 1.271}, {13, 1.577}, {14, 1.834}};
 constexpr int64_t MOST_NODES = 1024;      // of a cell
-constexpr double FARTHEST_BIAS = -40;     // log2 of the least weight relative to the largest: float32 must hold the products
+constexpr double FARTHEST_BIAS = -17;     // log2 of the least weight over the largest: rows of light keys see errors of heavy ones
 constexpr double MOST_ANTIPODE = 1e-10;    // Gaussian of half a period: beyond it few rows would be accurate
 constexpr int64_t FEW = 256;              // points that are not worth a grid
-constexpr double GAIN = 1.5, FIXED = 2.5e7;  // at least this factor less work, and multiplications that the rest costs
+constexpr double GAIN = 2, FIXED = 2.5e7;  // at least this factor less work, and multiplications that the rest costs
 
 // The box of the points of one side; an infinite extent where a coordinate is not finite.
 inline TransformBox bounding_box(const PointSet& s, int64_t d) {
@@ -85,7 +85,8 @@ inline TransformPlan plan_transform(const PositionProblem& a, const PositionGrou
   const double root = std::sqrt(rate), columns = double(a.columns());
   double best = always ? std::numeric_limits<double>::infinity() : direct_work(a, plan.key, queries, keys, rate) / GAIN - FIXED;
   // Grids and matrices stay within what the points take.
-  const double most = double(std::max(queries, keys)), grid_limit = std::max(most / 2, 32768.0), matrix_limit = std::max(8 * most, 131072.0);
+  const double most = double(std::max(queries, keys));
+  const double grid_limit = std::max(most / 2, 32768.0), matrix_limit = std::max(8 * most, 131072.0);
   int64_t combinations = 1;
   for (int64_t t = 0; t < a.d; ++t) combinations *= options;
   for (int64_t code = 0; code < combinations; ++code) {
