@@ -1,7 +1,7 @@
 """Runs the property tests and records how many cases were tried: bench/results/trust.json, "properties".
 
 --long draws 50 times as many, differently each time, and runs the tests of edge cases by the kernels of every
-instruction set too.
+instruction set too. Each stage is recorded when it ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from trust import record
@@ -31,8 +32,18 @@ def run_pytest(arguments: list[str], interpreted: bool = False) -> tuple[int, st
     return done.returncode, done.stdout
 
 
-def count(pattern: str, text: str) -> int:
-    return sum(int(n) for n in re.findall(pattern, text))
+def counted(text: str) -> dict[str, int]:
+    """Cases, where hypothesis drew any, and tests, in pytest's output."""
+    words = {"tests_passed": "passed", "tests_failed": "failed"}
+    if "= Hypothesis Statistics =" in text:
+        words = {"cases_tried": "passing", "cases_failed": "failing"} | words
+    return {key: sum(map(int, re.findall(rf"(\d+) {word}\b", text))) for key, word in words.items()}
+
+
+def cpu_seconds() -> float:
+    """Of the processes that ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def isas() -> list[str]:
@@ -41,34 +52,39 @@ def isas() -> list[str]:
     return list(_C.isas())
 
 
+def stages(long: bool) -> Iterator[tuple[str, list[str], bool]]:
+    """Name, pytest's arguments, and whether the Triton kernels run under the interpreter."""
+    tests = ["tests/test_properties.py", "--hypothesis-show-statistics"]
+    if long:  # an interpreted test draws 100 cases
+        tests += ["--hypothesis-profile=nightly", "-o", "faulthandler_timeout=3600"]
+    yield "kernels", ["tests/test_properties_of_patches.py", *tests], False
+    yield "Triton interpreter", tests, True
+    if long:
+        files = [f"tests/test_{op}_edge.py" for op in EDGES]
+        for isa in isas():
+            yield f"edges {isa}", [*files, "--isa", isa, "-m", "not slow and not gpu"], False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--only", metavar="WORD", default="", help="stages whose name holds a word")
     args = parser.parse_args()
-    form = "long" if args.long else "short"
-    profile = ["--hypothesis-profile=nightly"] if args.long else []
-    tests = ["tests/test_properties.py", "--hypothesis-show-statistics", *profile]
-    runs = [run_pytest(["tests/test_properties_of_patches.py", *tests]), run_pytest(tests, interpreted=True)]
-    if args.long:
-        files = [
-            str(f.relative_to(ROOT))
-            for op in EDGES
-            for f in sorted((ROOT / "tests").glob(f"test_{op}_edge.py"))
-        ]
-        runs += [run_pytest([*files, "--isa", isa, "-m", "not slow and not gpu"]) for isa in isas()]
-    text = "\n".join(output for _, output in runs)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    figures = {
-        "cases_tried": count(r"(\d+) passing examples", text),
-        "cases_failed": count(r"(\d+) failing examples", text),
-        "tests_passed": count(r"(\d+) passed", text),
-        "tests_failed": count(r"(\d+) failed", text),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-    }
-    record("properties", {form: figures})
-    sys.exit(max(code for code, _ in runs))
+    codes = [0]
+    for name, arguments, interpreted in stages(args.long):
+        if args.only not in name:
+            continue
+        before = cpu_seconds()
+        code, text = run_pytest(arguments, interpreted)
+        codes.append(code)
+        if code not in (0, 1):  # not ended by pytest: what it had counted is no figure
+            print(f"{name}: ended with {code}, nothing is recorded", flush=True)
+            continue
+        figures = counted(text) | {"cpu_seconds": round(cpu_seconds() - before, 1)}
+        record("properties", {f"{'long' if args.long else 'short'}, {name}": figures})
+    sys.exit(max(map(abs, codes)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,20 @@ class UsageProblem(click.ClickException):
     """What the user can mend: a missing package, a wrong configuration, a file that does not fit."""
 
     exit_code = 2
+
+
+class Folder(click.Path):
+    """A directory, made later if it is not there: what stands in its way is found before the work starts."""
+
+    def __init__(self, writable: bool = False) -> None:
+        super().__init__(file_okay=False, writable=writable, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        folder = Path(os.fsdecode(super().convert(value, param, ctx)))
+        for path in (folder, *folder.parents):
+            if os.path.lexists(path) and not path.is_dir():
+                self.fail(f"Directory '{folder}' cannot be made: '{path}' is no directory.", param, ctx)
+        return folder
 
 
 @contextmanager
@@ -51,7 +66,7 @@ def commands() -> None:
 @commands.command()
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    type=Folder(writable=True),
     default="demo-output",
     show_default=True,
     help="Directory for demo.json and the plots.",
@@ -88,7 +103,7 @@ _set = click.option(
 )
 _data = click.option(
     "--data",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default="data",
     show_default=True,
     help="Directory of the samples, which runs share.",
@@ -104,7 +119,7 @@ _workers = click.option(
 @_set
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     help="Directory of the run.  [default: runs/NAME]",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write events for TensorBoard.")
@@ -127,7 +142,7 @@ def train(
         from .experiments import train as run
 
         found = _load(config, small, changes)
-        folder = Path("runs") / found.name if out is None else out
+        folder = Folder().convert(Path("runs") / found.name, None, None) if out is None else out
         done = run(found, folder, data=data, workers=workers, tensorboard=tensorboard, say=click.echo)
         last = done.log[-1]
         click.echo(f"{folder}: {last['step']} steps, validation error {100 * last['validation']:.2f} %")
@@ -137,9 +152,7 @@ def train(
 @commands.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Another checkpoint than the run's.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Directory of the files.  [default: RUN]"
-)
+@click.option("--out", type=Folder(), help="Directory of the files.  [default: RUN]")
 @click.option("--no-plots", is_flag=True, help="The table alone, as text and JSON.")
 @click.option(
     "--point",
@@ -200,7 +213,7 @@ def generate(name: str, small: bool, changes: tuple[str, ...], data: Path, worke
 @commands.command()
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default="convergence",
     show_default=True,
     help="Directory of the table and the plot.",
@@ -227,14 +240,14 @@ def convergence(out: Path, small: bool, seed: int, no_plots: bool) -> None:
 @click.option("--small", is_flag=True, help="Runs at the settings for two cores and minutes.")
 @click.option(
     "--runs",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default="runs",
     show_default=True,
     help="Directory of the directories of runs.",
 )
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default="tables",
     show_default=True,
     help="Directory of the files.",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+from properties import counted, run_pytest
 from trust import record
 
 
@@ -39,3 +40,32 @@ def test_record_refuses_a_foreign_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="must hold a JSON object of objects"):
         record("accuracy", {"rows": 2}, path)
     assert path.read_text() == text
+
+
+def test_cases_are_counted_in_the_words_of_this_hypothesis(tmp_path: Path) -> None:
+    (tmp_path / "test_drawn.py").write_text(
+        """
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+@settings(max_examples=7, database=None)
+@given(st.integers())
+def test_one(n):
+    pass
+
+@settings(max_examples=5, database=None)
+@given(st.integers(0, 10**6))
+def test_other(n):
+    pass
+
+@settings(max_examples=9, database=None)
+@given(st.booleans())
+def test_fails(b):
+    assert 0
+"""
+    )
+    code, text = run_pytest([str(tmp_path), "--hypothesis-show-statistics"])
+    found = counted(text)
+    assert code == 1 and found.pop("cases_failed") >= 1
+    assert found == {"cases_tried": 7 + 5, "tests_passed": 2, "tests_failed": 1}
+    assert counted("607 passed, 8 deselected in 23.32s") == {"tests_passed": 607, "tests_failed": 0}

@@ -200,6 +200,50 @@ def test_usage_errors(
     assert measured == []
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("demo", "--quick", "--out"),
+        ("convergence", "--small", "--out"),
+        ("train", "tno-cde", "--small", "--out"),
+        ("train", "tno-cde", "--small", "--data"),
+        ("evaluate", "run", "--out"),
+        ("evaluate", "run", "--data"),
+        ("generate", "tno-cde", "--small", "--data"),
+        ("tables", "pit-table-1", "--out"),
+        ("tables", "pit-table-1", "--data"),
+        ("tables", "pit-table-1", "--train", "--runs"),
+    ],
+    ids=" ".join,
+)
+def test_a_directory_below_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_bytes(b"kept")
+    for way in ("file/sub", "file/sub/folder"):
+        code, out, err = call(capsys, *args, way)
+        assert (code, out) == (2, "")
+        assert f"Invalid value for '{args[-1]}': Directory '{way}' cannot be made: 'file' is no" in err
+    assert os.listdir() == ["file"] and Path("file").read_bytes() == b"kept"
+
+
+def test_a_directory_below_a_file_that_nobody_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of --out of a training; and a link that leads nowhere."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_bytes(b"kept")
+    code, out, err = call(capsys, "train", "tno-cde", "--small")
+    assert (code, out) == (2, "")
+    message = "Directory 'runs/tno-cde-small' cannot be made: 'runs' is no directory."
+    assert err.endswith(f"\nError: Invalid value: {message}\n")
+    assert os.listdir() == ["runs"]
+    Path("link").symlink_to("nowhere")
+    code, _, err = call(capsys, "convergence", "--small", "--out", "link")
+    assert code == 2 and "Directory 'link' cannot be made: 'link' is no directory." in err
+
+
 def test_without_click(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "click", None)
     code, out, err = call(capsys, "info")
