@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made when missing and brought up to date when setup.py, pyproject.toml, csrc/ or TORCH change.
-#   make demo | test | test-models | kill-test | experiments | lint | packaging | docs | asan | cuda | bench | clean
+#   make install | demo | test | test-models | kill-test | experiments | lint | packaging | docs | asan | cuda | bench | clean
 #   make mutants | fuzz | hostile | nox       checks of trust; see CONTRIBUTING.md
 #   make properties | accuracy | resources, and properties-long | accuracy-full | resources-long: figures into bench/results/trust.json
 #   TORCH="torch==2.14.1"   another torch (requirement, and pip options if it needs any)
@@ -17,7 +17,9 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install -q
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-models kill-test experiments lint packaging docs asan cuda bench clean FORCE
+.PHONY: install demo test test-models kill-test experiments lint packaging docs asan cuda bench clean FORCE
+
+install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/continuum-ops demo

@@ -161,6 +161,21 @@ class Headline(NamedTuple):
     title: str  # of the other form
     allocator: str = "kept"
 
+    def rows(self, document: Document) -> tuple[Row, Row]:
+        """Ours and the other form's in a result file of this op."""
+        ours, other = (
+            pick(document["rows"], candidate=c, allocator=self.allocator, **self.row)
+            for c in (self.ours, self.other)
+        )
+        if ours is None or other is None or "ms" not in ours or "ms" not in other:
+            raise LookupError(f"no times of {self.what!r} beside {self.other!r} in the results of {self.op}")
+        return ours, other
+
+    def ratio(self, document: Document) -> float:
+        """The other form's time over ours."""
+        ours, other = self.rows(document)
+        return float(other["ms"] / ours["ms"])
+
 
 BOTH = "forward + backward, float32"
 HEADLINES = (
@@ -226,21 +241,30 @@ HEADLINES = (
 )
 
 
-def headline(name: str) -> str:
-    """The table of README.md, of one machine."""
-    documents = {
+def headline_documents(name: str) -> dict[str, Document]:
+    """The result files that the table of README.md is made of, by op, of one machine."""
+    return {
         op: json.loads((RESULTS / f"{op}-{name}.json").read_text())
         for op in dict.fromkeys(h.op for h in HEADLINES)
     }
+
+
+def headline_machine() -> str:
+    """The machine that the table of README.md is of, as its result files name it."""
+    found = re.search(r"<!-- measured: headline-(\S+) -->", FILES[0].read_text())
+    if found is None:
+        raise LookupError(f"{FILES[0]} has no block <!-- measured: headline-MACHINE -->")
+    return found[1]
+
+
+def headline(name: str) -> str:
+    """The table of README.md, of one machine."""
+    documents = headline_documents(name)
     lines = []
     for h in HEADLINES:
         document = documents[h.op]
-        ours, other = (
-            pick(document["rows"], candidate=c, allocator=h.allocator, **h.row) for c in (h.ours, h.other)
-        )
-        if ours is None or other is None:
-            raise LookupError(f"{h.op}-{name}.json has no row of {h.what!r} beside {h.other!r}")
-        times = f"{other['ms'] / ours['ms']:.2f}"
+        ours, _ = h.rows(document)
+        times = f"{h.ratio(document):.2f}"
         lines.append([h.what, f"{report.milliseconds(ours['ms'])} ms", h.title, times, commit(document)])
     first = documents[HEADLINES[0].op]
     peak = {r["candidate"]: r for r in first["memory"] if r["pass"] == "forward + backward"}

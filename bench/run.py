@@ -2,8 +2,12 @@
 
     python bench/run.py            # all sizes: bench/results/, the tables and plots of README.md and docs/
     python bench/run.py --short    # fewer sizes and rounds, in build/bench; compares with bench/results/
-    python bench/run.py --only position_attention overhead
+    python bench/run.py --short --only position_attention overhead
+    python bench/run.py --short --compare-only    # the comparison of the last short run once more
     python bench/run.py --list
+
+Each row of README.md's table is printed with its ratio there, its ratio now and the deviation, then a
+summary of all ratios that both results have. A deviation is reported, it never fails the run.
 
 Each benchmark is a process of its own; one that fails is reported at the end, and the others run. A form
 whose package is not there is "not installed", one that memory does not hold says how much it would need.
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import readme
 import report
 
 BENCH = Path(__file__).resolve().parent
@@ -36,7 +41,7 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "continuum_attention": Benchmark(
-        "bench_continuum_attention.py", ["--memory"], ["--short", "--sizes", "4096"]
+        "bench_continuum_attention.py", ["--memory"], ["--short", "--sizes", "4096", "16384", "--dims", "16"]
     ),
     "position_attention": Benchmark("bench_position_attention.py", [], ["--short", "--grids"]),
     "patch_attention": Benchmark("bench_patch_attention.py", [], ["--sides", "416", "--rounds", "3"]),
@@ -82,6 +87,31 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Ratio]:
     ]
 
 
+def headlines(
+    before: Mapping[str, readme.Document], now: Mapping[str, readme.Document], chosen: Sequence[str]
+) -> str:
+    """README.md's table of these benchmarks: its ratios, those just measured, and how far they are apart."""
+    lines, near, rows = [], 0, [h for h in readme.HEADLINES if h.op in chosen]
+    for h in rows:
+        committed = h.ratio(before[h.op])
+        cells = [h.what, h.title, f"{committed:.2f}"]
+        try:
+            # Also where the benchmark failed: a KeyError is a LookupError.
+            ours, other = h.rows(now[h.op])
+        except LookupError:
+            lines.append([*cells, "not measured", ""])
+            continue
+        ratio = Ratio(h.what, committed, h.ratio(now[h.op]))
+        near += abs(ratio.change) <= TOLERANCE
+        disturbed = " ~" if min(ours["clean_samples"], other["clean_samples"]) < 2 else ""
+        lines.append([*cells, f"{ratio.now:.2f}{disturbed}", f"{ratio.change:+.0%}"])
+    header = ["forward + backward, float32", "beside", "README.md", "now", "deviation"]
+    return (
+        f"{report.table(header, lines)}\n\n{near} of {len(rows)} ratios of README.md within {TOLERANCE:.0%}; "
+        "~ where other processes disturbed all samples but one."
+    )
+
+
 def render(found: Mapping[str, Sequence[Ratio]]) -> str:
     """A line per benchmark, then each ratio that is not reproduced."""
     lines, off = [], []
@@ -105,6 +135,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="fewer sizes and rounds; bench/results/ stays")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help="these alone")
     parser.add_argument("--out", type=Path, help="folder of the result files (short: build/bench)")
+    parser.add_argument("--compare-only", action="store_true", help="measure nothing, compare what --out has")
     parser.add_argument("--list", action="store_true", help="what would run")
     args = parser.parse_args(argv)
     args.chosen = [
@@ -131,19 +162,28 @@ def main(argv: Sequence[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     committed = {name: harness.RESULTS / f"{name}-{machine}.json" for name in commands}
     before = {name: json.loads(path.read_text()) for name, path in committed.items() if path.is_file()}
-    failed, found = [], {}
+    shown = readme.headline_machine()
+    table = readme.headline_documents(shown)
+    failed, now = [], {}
     for name, command in commands.items():
-        start = time.perf_counter()
-        code = subprocess.run(command).returncode
-        harness.progress(
-            f"{name}: {time.perf_counter() - start:.0f} s{f', exit code {code}' if code else ''}"
-        )
-        if code:
-            failed.append(name)
-        elif name in before:
-            found[name] = compare(before[name], json.loads(Path(command[-1]).read_text()))
-    print(render(found) if found else f"no committed results of {machine}")
-    if not args.short and args.out == harness.RESULTS:
+        path = Path(command[-1])
+        if not args.compare_only:
+            start = time.perf_counter()
+            code = subprocess.run(command).returncode
+            harness.progress(
+                f"{name}: {time.perf_counter() - start:.0f} s{f', exit code {code}' if code else ''}"
+            )
+            if code:
+                failed.append(name)
+                continue
+        if path.is_file():
+            now[name] = json.loads(path.read_text())
+    print(headlines(table, now, args.chosen))
+    if shown != machine:
+        print(f"README.md's ratios are of {shown}, these of {machine}.")
+    found = {name: compare(before[name], now[name]) for name in now if name in before}
+    print(f"\n{render(found) if found else f'no committed results of {machine}'}")
+    if not (args.short or args.compare_only) and args.out == harness.RESULTS:
         for script in ("readme.py", "plots.py"):
             subprocess.run([sys.executable, str(BENCH / script)], check=True)
     if failed:

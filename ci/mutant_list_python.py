@@ -4,7 +4,6 @@ file -> (name, text, replacement, tests); see mutants.py.
 """
 
 VALUES = "test_continuum_attention_cuda.py -k '{}'"
-DEAD = "test_continuum_attention_cuda_edge.py -k '{}'"
 POSITION = "test_position_attention_triton.py -k interpreted"
 
 TRITON = {
