@@ -15,7 +15,7 @@ constexpr int64_t GRID_NUMBERS = 1 << 21;  // of a grid and its columns, 16 MiB
 // The error that a Gaussian interpolated between two cells may have, relative to |basis| Gaussian |basis|, is about 1e-8 for near pairs and
 // grows with their distance z: 1e-8 (1 + e^(2.7 (sqrt(rate) |z| - 1.5))) along each axis bounds what was measured for all of CELL_WIDTHS.
 // A row whose terms have a bound of more than MOST_ERROR of that is refused.
-constexpr double GROWTH = 2.7, FLAT = 1.5, MOST_ERROR = 64;
+constexpr double GROWTH = 2.7, FLAT = 1.5, MOST_ERROR = 128;
 constexpr double LEAST_SUM = 0x1p-60;  // below it float32 has no digits to spare
 constexpr double KINK_SHARE = 0x1p-22;  // of a row's sum that keys at the antipode may have
 
