@@ -193,8 +193,9 @@ HEADLINES = (
         "the same, 4,096 points",
         {"table": BOTH, "d": 16, "N": 4096},
         "continuum_attention",
-        "(a) plain PyTorch",
-        "plain PyTorch",
+        "(d) SDPA, no weights",
+        "SDPA without weights",
+        "default",
     ),
     Headline(
         "position_attention",
