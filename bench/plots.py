@@ -26,13 +26,16 @@ COLOURS = ["#0b6e4f", "#c44900", "#2f4b7c", "#8f2d56", "#6c757d"]
 Document = Mapping[str, Any]
 
 
-def ours(document: Document, passes: str) -> list[Mapping[str, Any]]:
+PAIRS = ", pair by pair"  # of a form that computes every score, where the operator itself does not
+
+
+def ours(document: Document, passes: str, form: str = "") -> list[Mapping[str, Any]]:
     """This package's rows of a pass, memory as it is by default, smallest N first."""
     rows = [
         row
         for row in document["rows"]
         if row.get("passes", row["table"].split(", ")[0]) == passes
-        and row["candidate"] == document["op"]
+        and row["candidate"] == document["op"] + form
         and row["allocator"] == "default"
         and "ms" in row
         and not any(word in row["table"] for word in ("weights too", "local"))
@@ -72,7 +75,7 @@ def roofline(documents: Sequence[Document], path: Path) -> None:
     for document, colour in zip(documents, COLOURS, strict=False):
         for passes, marker in (("forward", "o"), ("forward + backward", "s")):
             points = []
-            for row in ours(document, passes):
+            for row in [*ours(document, passes), *ours(document, passes, PAIRS)]:
                 moved = bytes_moved(document, row)
                 if moved and "gflops" in row:
                     points.append((row["gflops"] * row["ms"] * 1e6 / moved, row["gflops"]))
@@ -97,17 +100,14 @@ def cost(document: Document, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for passes, style in (("forward", "-o"), ("forward + backward", "--s")):
-        rows = ours(document, passes)
-        dims = list(dict.fromkeys(row["case"].get("d") for row in rows))
-        for d, colour in zip(dims, COLOURS, strict=False):
-            points = [
-                (row["case"]["N"], row["ms"])
-                for row in rows
-                if row["case"].get("d") == d and "N" in row["case"]
-            ]
-            if len(points) > 1:
-                label = f"{passes}{'' if d is None else f', d = {d}'}: N^{slope(points):.2f}"
-                axes.plot(*zip(*points, strict=True), style, color=colour, ms=4, label=label)
+        colours = iter(COLOURS)
+        for form in ("", PAIRS):
+            rows = [row for row in ours(document, passes, form) if "N" in row["case"]]
+            for d in dict.fromkeys(row["case"].get("d") for row in rows):
+                points = [(row["case"]["N"], row["ms"]) for row in rows if row["case"].get("d") == d]
+                if len(points) > 1:
+                    label = f"{passes}{form}{'' if d is None else f', d = {d}'}: N^{slope(points):.2f}"
+                    axes.plot(*zip(*points, strict=True), style, color=next(colours), ms=4, label=label)
     axes.set(xscale="log", yscale="log", xlabel="N = M", ylabel="ms", title=document["op"])
     axes.legend(fontsize=8)
     figure.savefig(path, metadata={"Date": None})
@@ -120,12 +120,12 @@ def shares(documents: Sequence[Document], path: Path) -> None:
 
     bars = [
         (
-            f"{document['op']}, {', '.join(f'{k} {v}' for k, v in row['case'].items())}, {passes}",
+            f"{row['candidate']}, {', '.join(f'{k} {v}' for k, v in row['case'].items())}, {passes}",
             row["ceiling_fraction"],
         )
         for document in documents
         for passes in ("forward", "forward + backward")
-        for row in ours(document, passes)
+        for row in [*ours(document, passes), *ours(document, passes, PAIRS)]
         if "ceiling_fraction" in row
     ]
     figure, axes = plt.subplots(figsize=(8, 0.24 * len(bars) + 0.8), layout="constrained")
