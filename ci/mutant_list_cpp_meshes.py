@@ -370,8 +370,8 @@ MESHES = {
         ),
         (
             "through a grid: keys move with the queries",
-            "key_.place[i] * d + t] §-=§ double(mass[i])",
-            "+=",
+            "key_.place[i] * d + t] -= §double(mass[i])§ * (key",
+            "-double(mass[i])",
             TRANSFORM.format("dimensions"),
         ),
         (
@@ -396,8 +396,8 @@ MESHES = {
         ),
         (
             "through a grid: tiles of points written over",
-            "to[l] §+=§ double(acc[r][v][l]);",
-            "=",
+            "§to[l] += double(acc[r][v][l])§;",
+            "to[l] = double(acc[r][v][l])",
             TRANSFORM.format("dimensions or rates"),
         ),
         (
