@@ -13,7 +13,7 @@ sanitized address "$given"
 # nothing of them is compiled here.
 shopt -s nullglob extglob
 tests=()
-for file in "$root"/tests/test_{continuum,patch,position}_attention*.py "$root"/tests/test_{direct,fourier_patch_attention,philox,axis_product,native_arguments}.py; do
+for file in "$root"/tests/test_{continuum,patch,position}_attention*.py "$root"/tests/test_{direct,fourier_patch_attention,philox,axis_product,native_arguments,position_transform}.py; do
   [[ $file == *_@(cuda*|triton|grid*).py ]] || tests+=("$file")
 done
 exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "${WORKERS:-2}" --dist worksteal \
