@@ -51,7 +51,8 @@ def assert_agree(actual: dict[str, Tensor], expected: dict[str, Tensor], budget:
         assert tensor.shape == other.shape and tensor.dtype == other.dtype, name
         difference = (tensor.double() - other.double()).abs().amax().item()
         # Subnormal numbers round by half their distance, whatever their size: float16's are 6e-8 apart.
-        allowed = 2 * budget[name] + torch.finfo(tensor.dtype).smallest_subnormal
+        limits = torch.finfo(tensor.dtype)
+        allowed = 2 * budget[name] + limits.tiny * limits.eps
         assert difference <= allowed, f"{name}: differ by {difference:.3e}, allowed {allowed:.3e}"
 
 
