@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers import Path, attention_module, chunked_module
 from hypothesis import settings
 from position_helpers import position_chunked, position_module
 
+from continuum_ops.backends import extension
 from continuum_ops.ops import _direct as direct
 
 # torch.compile's cache on disk outlives a changed operator schema: compiled tests must compile.
@@ -41,6 +43,20 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pat
         monkeypatch.setattr(position_module, "_attend", torch.ops.continuum_ops.position_attention_chunked)
         monkeypatch.setattr(position_chunked, "CHUNK_SCORES", 2**14)
     return Path(request.param)
+
+
+@pytest.fixture(params=["avx512", "avx2", "generic"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The CPU kernels of each instruction set that this processor has."""
+    kernels = extension()[0]
+    if kernels is None:
+        pytest.skip("the compiled extension is not built")
+    if request.param not in kernels.isas():
+        pytest.skip(f"this processor has no {request.param}")
+    before = kernels.isa()
+    kernels.set_isa(request.param)
+    yield request.param
+    kernels.set_isa(before)
 
 
 @pytest.fixture(params=["shim", pytest.param("gpu", marks=[pytest.mark.gpu, needs_gpu])])

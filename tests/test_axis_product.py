@@ -27,16 +27,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=["avx512", "avx2", "generic"])
-def isa(request):
-    if request.param not in KERNELS.isas():
-        pytest.skip(f"this processor has no {request.param}")
-    before = KERNELS.isa()
-    KERNELS.set_isa(request.param)
-    yield request.param
-    KERNELS.set_isa(before)
-
-
 def assert_near(actual, expected, terms):
     """Rounding of a sum of `terms` products of normal numbers, which adds up as a root: 32 eps of it."""
     bound = 32 * torch.finfo(actual.dtype).eps * max(1, terms) ** 0.5

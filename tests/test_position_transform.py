@@ -44,16 +44,6 @@ def through(grids):
     return call
 
 
-@pytest.fixture(params=["avx512", "avx2", "generic"])
-def isa(request):
-    if request.param not in KERNELS.isas():
-        pytest.skip(f"this processor has no {request.param}")
-    before = KERNELS.isa()
-    KERNELS.set_isa(request.param)
-    yield request.param
-    KERNELS.set_isa(before)
-
-
 @pytest.mark.parametrize("channels", [1, 35, 67])
 def test_instruction_sets(isa, through, channels):
     x, y, v, rate = scene(130, 201, 2, channels=channels, rate=RATES)
