@@ -1,4 +1,4 @@
-"""continuum_attention on the CPU against plain PyTorch and SDPA, forward and forward + backward.
+"""continuum_attention on the CPU against plain PyTorch, SDPA and FlexAttention, forward and with backward.
 
 ``python bench/bench_continuum_attention.py`` prints the tables and writes them to bench/results/ as JSON;
 ``--short`` stops at N = 4096, ``--memory`` measures peak memory at 416 x 416 points besides.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -139,12 +140,37 @@ def sdpa_unweighted(q: Tensor, k: Tensor, v: Tensor, w: Tensor | None) -> Tensor
     return F.scaled_dot_product_attention(q, k, v)
 
 
+@functools.cache
+def compiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One kernel per shape, as a user of fixed meshes has it; dynamo would stop after eight of them."""
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    return torch.compile(attend, dynamic=False, fullgraph=True)
+
+
+def _flex_scores(q: Tensor, k: Tensor, v: Tensor, log_w: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + log_w[key]
+
+    return flex_attention(q, k, v, score_mod=score_mod)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, w: Tensor | None) -> Tensor:
+    """Compiled. log w is an input of it: inductor's CPU kernel reads what score_mod takes from memory."""
+    assert w is not None
+    return compiled(_flex_scores)(q, k, v, w.log())
+
+
+FLEX = "(e) FlexAttention, score_mod"
 FORMS: dict[str, Attention] = {
     OP: co.continuum_attention,
     "(a) plain PyTorch": dense,
     "(b) SDPA, log w mask": sdpa_mask,
     "(c) SDPA, log w channel": sdpa_channel,
     "(d) SDPA, no weights": sdpa_unweighted,
+    FLEX: flex,
 }
 DENSE, UNWEIGHTED = "(a) plain PyTorch", "(d) SDPA, no weights"
 
@@ -197,18 +223,41 @@ def dense_bytes(n: int, dtype: torch.dtype) -> int:
     return 3 * BATCH * HEADS * n * n * dtype.itemsize
 
 
+def flex_candidate(
+    x: Inputs, passes: str, reference: dict[str, Tensor], flex_size: int
+) -> harness.Candidate | str:
+    if x.query.shape[-2] > flex_size:
+        return "not run"
+    found = harness.attempt(lambda: make_candidate(FLEX, x, passes, reference))
+    if found == "NotImplementedError" and passes != "forward":
+        return f"no backward on CPUs ({found})"
+    return found
+
+
 def time_case(
-    forms: Sequence[str], x: Inputs, passes: str, references: dict[bool, dict[str, Tensor]], rounds: int
+    forms: Sequence[str],
+    x: Inputs,
+    passes: str,
+    references: dict[bool, dict[str, Tensor]],
+    rounds: int,
+    flex_size: int,
 ) -> list[dict[str, Any]]:
-    """Rows of one case. Plain PyTorch is left out, with the reason, where its matrices do not fit."""
-    need, free = dense_bytes(x.query.shape[-2], x.query.dtype), harness.available_bytes()
-    fits = need < 0.8 * free
-    kept = [f for f in forms if f != DENSE or fits]
-    candidates = [make_candidate(f, x, passes, references[f != UNWEIGHTED]) for f in kept]
-    rows = harness.time_interleaved(candidates, rounds=rounds)
-    if len(kept) < len(forms):
-        rows.append({"candidate": DENSE, "skipped": f"would need {need / 1e9:.1f} GB of {free / 1e9:.1f}"})
-    return rows
+    """Rows of one case. What does not fit, or what FlexAttention has not, is left out with the reason."""
+    candidates, skipped = [], []
+    for form in forms:
+        need, free = dense_bytes(x.query.shape[-2], x.query.dtype), harness.available_bytes()
+        reference = references[form != UNWEIGHTED]
+        if form == DENSE and need >= 0.8 * free:
+            found: harness.Candidate | str = f"would need {need / 1e9:.1f} GB of {free / 1e9:.1f}"
+        elif form == FLEX:
+            found = flex_candidate(x, passes, reference, flex_size)
+        else:
+            found = make_candidate(form, x, passes, reference)
+        if isinstance(found, str):
+            skipped.append({"candidate": form, "skipped": found})
+        else:
+            candidates.append(found)
+    return harness.time_interleaved(candidates, rounds=rounds) + skipped
 
 
 def time_all(args: argparse.Namespace, allocator: str) -> list[dict[str, Any]]:
@@ -237,7 +286,7 @@ def time_all(args: argparse.Namespace, allocator: str) -> list[dict[str, Any]]:
                     harness.progress(f"{name}, {title}, N = {n}, d = {dim}, {allocator} memory")
                     passes = "forward" if title == "forward" else "forward + backward"
                     rounds = args.rounds if n <= 4096 else min(args.rounds, LARGE_ROUNDS)
-                    timed = time_case(chosen, inputs, passes, references, rounds)
+                    timed = time_case(chosen, inputs, passes, references, rounds, args.flex_size)
                     label = {"table": f"{title}, {name}", "passes": passes, "case": {"d": dim, "N": n}}
                     rows += [{**label, "allocator": allocator, **row} for row in timed]
     return rows
@@ -298,6 +347,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         help=f"clean samples per candidate (default: 7, short: 3; N > 4096: at most {LARGE_ROUNDS})",
     )
+    parser.add_argument(
+        "--flex-size", type=int, help="largest N of FlexAttention (default: 16384, short: 4096)"
+    )
     parser.add_argument("--bfloat16", action="store_true", help="bfloat16 rows besides float32")
     parser.add_argument("--memory", action="store_true", help="peak memory at --memory-size points besides")
     parser.add_argument("--memory-size", type=int, default=GRID_POINTS, help=f"(default: {GRID_POINTS})")
@@ -309,6 +361,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.sizes = [n for n in SIZES if n <= 4096 or not args.short]
     if args.rounds is None:
         args.rounds = 3 if args.short else 7
+    if args.flex_size is None:
+        args.flex_size = 4096 if args.short else max(SIZES)
     for name in ("sizes", "dims"):
         if min(getattr(args, name)) < 1:
             parser.error(f"--{name} must be positive, got {getattr(args, name)}")

@@ -113,6 +113,30 @@ def check_parity(candidate: Candidate) -> float:
     return worst
 
 
+def attempt(build: Callable[[], Candidate]) -> Candidate | str:
+    """A peer's candidate after one call outside the timing, in which it may compile, or why there is none.
+
+    "not installed", "out of memory", or the class of the exception that began it.
+    """
+    try:
+        candidate = build()
+    except ModuleNotFoundError:
+        return "not installed"
+    try:
+        candidate.run()
+    except ModuleNotFoundError:
+        return "not installed"
+    except Exception as error:
+        if isinstance(error, MemoryError) or re.search(
+            r"allocate memory|enough memory|bad_alloc", str(error)
+        ):
+            return "out of memory"
+        while inner := getattr(error, "inner_exception", None) or error.__cause__:  # inductor's, dynamo's
+            error = inner
+        return type(error).__name__.removeprefix("Observed")  # dynamo's name of what the traced code raised
+    return candidate
+
+
 def _machine_cpu_seconds() -> float:
     ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = ticks

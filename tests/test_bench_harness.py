@@ -262,9 +262,64 @@ def test_parity_may_call_something_else_than_what_is_timed():
     assert rows[0]["error"] == 0.0
 
 
+def without_package():
+    import no_such_package  # noqa: F401
+
+
+def too_much():
+    torch.empty(2**55)
+
+
+def nested():
+    """As dynamo reports what the traced code raised, and inductor what its compiler did."""
+    inner = type("ObservedNotImplementedError", (RuntimeError,), {})("no backward")
+    error = RuntimeError("compilation")
+    error.inner_exception = ValueError("step")
+    error.inner_exception.__cause__ = inner
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (without_package, "not installed"),
+        (too_much, "out of memory"),
+        (lambda: [][0], "IndexError"),
+        (nested, "NotImplementedError"),
+    ],
+)
+def test_why_a_peer_cannot_be_timed(run, reason):
+    assert harness.attempt(lambda: harness.Candidate("peer", run, [ONES], 1e-6)) == reason
+
+
+def test_a_peer_that_is_not_installed_may_show_it_when_it_is_built():
+    assert harness.attempt(without_package) == "not installed"
+
+
+def test_a_fault_of_the_benchmark_is_no_reason():
+    """What builds a candidate is ours, but for the import of the peer."""
+    with pytest.raises(ZeroDivisionError):
+        harness.attempt(lambda: 1 // 0)
+
+
+def test_a_peer_is_called_once_before_the_timing():
+    seen = []
+    assert harness.attempt(lambda: candidate(log=seen)).name == "right"
+    assert seen == ["right"]
+
+
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(script, "compiled", lambda attend: attend)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("passes", list(script.COST))
 @pytest.mark.parametrize("form", list(script.FORMS))
-def test_every_form_passes_parity(form, passes):
+def test_every_form_passes_parity(form, passes, monkeypatch):
+    """FlexAttention uncompiled here, and forward only: it has no backward on CPUs."""
+    uncompiled(monkeypatch)
+    if form == script.FLEX and passes != "forward":
+        return
     x = script.make_inputs(65, 16)
     exact = script.exact(x, weighted=form != script.UNWEIGHTED)
     if passes != "forward":
@@ -284,8 +339,27 @@ def test_plain_pytorch_is_left_out_with_a_reason_where_it_does_not_fit(monkeypat
     monkeypatch.setattr(harness, "time_interleaved", lambda candidates, rounds: [])
     x = script.make_inputs(65, 16)
     references = {True: script.exact(x, weighted=True)}
-    rows = script.time_case([script.OP, script.DENSE], x, "forward", references, 1)
+    rows = script.time_case([script.OP, script.DENSE], x, "forward", references, 1, 65)
     assert rows == [{"candidate": script.DENSE, "skipped": "would need 0.0 GB of 0.0"}]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_left_out_with_a_reason(monkeypatch):
+    uncompiled(monkeypatch)
+    x = script.make_inputs(65, 16)
+    exact = script.exact(x, weighted=True)
+    assert script.flex_candidate(x, "forward", exact, 64) == "not run"
+    found = script.flex_candidate(x.requiring_grad(weights=False), "forward + backward", exact, 65)
+    assert found == "no backward on CPUs (NotImplementedError)"
+
+
+@pytest.mark.slow
+def test_flex_attention_compiled_passes_parity():
+    x = script.make_inputs(65, 16)
+    exact = script.exact(x, weighted=True)
+    assert harness.check_parity(script.flex_candidate(x, "forward", exact, 65)) < 1e-5
+    found = script.flex_candidate(x.requiring_grad(weights=False), "forward + backward", exact, 65)
+    assert found == "no backward on CPUs (NotImplementedError)"
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--threads", "--memory-size", "--sizes", "--dims"])

@@ -98,6 +98,23 @@ def test_the_short_run_has_every_row_of_the_readme(scripts):
                 assert str(h.row[key]) in values, (h.what, option)
 
 
+def test_flex_attention_has_a_column_where_it_was_measured(scripts):
+    run, _ = scripts
+    case = {
+        "table": "forward, float32",
+        "passes": "forward",
+        "case": {"d": 16, "N": 8},
+        "allocator": "default",
+    }
+    rows = [{**case, "candidate": "continuum_attention", "ms": 2.0, "speedup": 1.0}]
+    assert run.readme.continuum_attention({"rows": rows}).splitlines()[2].endswith("|  |  |  |")
+    rows.append({**case, "candidate": "(e) FlexAttention, score_mod", "ms": 5.0, "speedup": 2.5})
+    assert run.readme.continuum_attention({"rows": rows}).splitlines()[0].endswith("| (d) | (e) |")
+    assert run.readme.continuum_attention({"rows": rows}).splitlines()[2].endswith("| 2.50 |")
+    rows[-1] = {**case, "candidate": "(e) FlexAttention, score_mod", "skipped": "out of memory"}
+    assert run.readme.continuum_attention({"rows": rows}).splitlines()[2].endswith("| out of memory |")
+
+
 def test_compare_only_measures_nothing(scripts, tmp_path, capsys, monkeypatch):
     """The committed results against themselves: nothing deviates."""
     run, _ = scripts

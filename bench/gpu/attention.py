@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import bench_continuum_attention as script
 import torch
 import torch.nn.functional as F
+from bench_continuum_attention import compiled
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -139,14 +139,6 @@ def flex(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
         return score + log_w[key]
 
     return flex_attention(q, k, v, score_mod=score_mod)
-
-
-@functools.cache
-def compiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One kernel per shape, as a user of fixed meshes has it; dynamo would stop after eight of them."""
-    torch._dynamo.config.recompile_limit = 256
-    torch._dynamo.config.accumulated_recompile_limit = 1024
-    return torch.compile(attend, dynamic=False, fullgraph=True)
 
 
 ATTEND: dict[str, Callable[..., Any]] = {
