@@ -30,7 +30,8 @@ test: $(STAMP)
 # TORCH again, so that no package brings another torch along.
 test-models: $(STAMP)
 	$(PIP) $(foreach word,$(TORCH),'$(word)') -r tests/requirements-models.txt
-	$(PYTEST) -m models tests/test_real_models.py tests/test_trainers.py tests/test_baselines.py
+	$(PYTEST) -m models tests/test_real_models.py tests/test_trainers.py tests/test_baselines.py \
+	  tests/test_bench_attention_layers.py
 
 # A training and a generation of samples, each killed 20 times at random, end with the bits of undisturbed ones.
 kill-test: $(STAMP)

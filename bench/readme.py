@@ -381,7 +381,8 @@ def compact(document: Document) -> str:
             for name in names:
                 found = [pick(these, candidate=name, allocator=a) for a in ("default", "kept")]
                 times = " / ".join(filter(None, map(time, found)))
-                cells.append(times if name == names[0] else f"{times} ({both(*found)})")
+                ratios = both(*found)
+                cells.append(times if name == names[0] else f"{times} ({ratios})" if times else ratios)
             lines.append([*(str(v) for _, v in case), table.split(", float32")[0], *cells])
     keys = [k for k, _ in tuple(rows[0]["case"].items())]
     return report.table([*keys, "pass", f"{names[0]}, ms", *(f"{n} (ratio)" for n in names[1:])], lines)
@@ -407,6 +408,7 @@ RENDER: dict[str, Callable[[Document], str]] = {
     "overhead": overhead,
     "galerkin_attention": compact,
     "fourier_attention": compact,
+    "attention_layers": compact,
     "pit_darcy": script("train_pit_darcy"),
     "patch_darcy": script("train_patch_darcy"),
     "patch_models": script("bench_patch_models"),

@@ -48,6 +48,7 @@ BENCHMARKS = {
     "fourier_patch_attention": Benchmark("bench_fourier_patch_attention.py", [], ["--rounds", "3"]),
     "galerkin_attention": Benchmark("bench_galerkin_attention.py", [], ["--rounds", "3"]),
     "fourier_attention": Benchmark("bench_fourier_attention.py", [], ["--rounds", "3"]),
+    "attention_layers": Benchmark("bench_attention_layers.py", [], ["--side", "104", "--rounds", "3"]),
     "overhead": Benchmark("bench_overhead.py", [], ["--threads", "1", "--heads", "1", "8", "--rounds", "7"]),
     "patch_models": Benchmark("bench_patch_models.py", [], None),
     "distributed": Benchmark("bench_distributed.py", [], None),
