@@ -1,3 +1,4 @@
+// The instruction set of this CPU, and the kernels that were compiled for it.
 #include "cpu_isa.h"
 
 #include <atomic>

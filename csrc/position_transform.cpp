@@ -1,3 +1,5 @@
+// One head of position attention through a grid: points to nodes of their cells, nodes to nodes axis by axis, nodes to points, and back
+// for the gradients. The sums over points are in position_transform_kernel.cpp; which heads go this way, in position_transform_plan.h.
 #include "position_transform_head.h"
 
 #include <array>

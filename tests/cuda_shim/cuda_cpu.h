@@ -1,9 +1,9 @@
 // Test-only: compile a .cu file as plain C++20 with g++/clang++ and run its kernels on the CPU.
 //   g++ -std=c++20 -x c++ -include cuda_cpu.h -I<stub dir> kernels.cu
 // Every CUDA thread is a fiber (ucontext); a block's fibers run in one OS thread, in a seeded random order that changes at
-// every barrier, so a missing __syncthreads/__syncwarp shows as a wrong result under some seed. Blocks run one after another.
-// Covers: grid/block indices, static and dynamic __shared__, __syncthreads(+_count/_and/_or), __syncwarp, __shfl_*_sync,
-// __ballot/__any/__all_sync, atomics, half/bf16 scalars through the toolkit's own headers, <<<>>> via CUDA_LAUNCH.
+// every barrier, so a missing __syncthreads shows as a wrong result under some seed. Blocks run one after another.
+// Covers what the kernels use: grid/block indices, static and dynamic __shared__, __syncthreads(+_and/_or), __shfl_xor_sync,
+// half/bf16 scalars through the toolkit's own headers, <<<>>> via CUDA_LAUNCH.
 // Warp-wide instructions in PTX need a host version beside them; gather() is what it is made of.
 // An asynchronous copy writes when its thread waits for it, and NaN until then: a missing or early wait shows.
 // Not: inline PTX itself, textures, cooperative groups, streams' concurrency, real timing.
@@ -19,8 +19,6 @@
 #include <functional>
 #include <memory>
 #include <random>
-#include <stdexcept>
-#include <type_traits>
 #include <vector>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -70,12 +68,12 @@ struct Block {
   std::vector<Fiber> f;
   std::vector<Warp> w;
   std::vector<char> dyn;
-  dim3 gdim, bdim;
+  dim3 bdim;
   uint3 bid{};
   ucontext_t main;
   jmp_buf jump;
   Fiber* cur = nullptr;
-  int count[2] = {0, 0}, total = 0;
+  int count[2] = {0, 0};
   std::function<void()> body;
 #ifdef CC_ASAN
   void* fake = nullptr; const void* mstack = nullptr; size_t msize = 0;
@@ -83,7 +81,6 @@ struct Block {
 };
 inline thread_local Block* B = nullptr;
 inline unsigned& seed() { static unsigned s = 1; return s; }
-inline unsigned long& switches() { static unsigned long n = 0; return n; }
 
 inline void to_main(bool dying = false) {
   Fiber* c = B->cur;
@@ -143,7 +140,7 @@ inline void run_block(Block& b) {
   for (int i = 0; i < n; ++i) order[i] = i;
   std::mt19937 rng(seed());
   auto run = [&](Fiber& f) {
-    b.cur = &f; ++switches();
+    b.cur = &f;
 #ifdef CC_ASAN
     __sanitizer_start_switch_fiber(&b.fake, f.stack.get(), STACK);
 #endif
@@ -180,7 +177,7 @@ inline void run_block(Block& b) {
     bool block = left > 0;                          // nobody can run: either a full block barrier, or a deadlock
     for (auto& f : b.f) if (!f.done && f.wait != Fiber::BLOCK) block = false;
     if (!block) { fprintf(stderr, "cuda_cpu: deadlock (divergent barrier or shuffle) in block %u,%u,%u\n", b.bid.x, b.bid.y, b.bid.z); abort(); }
-    b.count[0] = b.count[1]; b.total = left; b.count[1] = 0;
+    b.count[0] = b.count[1]; b.count[1] = 0;
     for (auto& f : b.f) f.wait = Fiber::RUN;
   }
 }
@@ -191,7 +188,7 @@ void launch(K k, dim3 g, dim3 bl, size_t smem, A... a) {
   if (n == 0 || n > 1024 || smem > 232448) { fprintf(stderr, "cuda_cpu: invalid launch\n"); abort(); }
   if ((int)b.f.size() != n) { b.f = std::vector<Fiber>(n); for (auto& f : b.f) f.stack = std::make_unique_for_overwrite<char[]>(STACK); }
   b.w.assign((n + 31) / 32, Warp{});
-  b.gdim = g; b.bdim = bl;
+  b.bdim = bl;
   b.body = [&] { k(a...); };
   for (unsigned z = 0; z < g.z; ++z) for (unsigned y = 0; y < g.y; ++y) for (unsigned x = 0; x < g.x; ++x) {
     b.bid = {x, y, z};
@@ -223,34 +220,12 @@ template <int N> Gathered gather(const uint64_t (&mine)[N]) {
 
 #define threadIdx (cuda_cpu::B->cur->tid)
 #define blockIdx (cuda_cpu::B->bid)
-#define blockDim (cuda_cpu::B->bdim)
-#define gridDim (cuda_cpu::B->gdim)
-#define warpSize 32
 #define CUDA_DYN_SMEM(T, name) T* name = reinterpret_cast<T*>(cuda_cpu::B->dyn.data())
 #define CUDA_LAUNCH(kernel, grid, block, smem, stream, ...) ((void)(stream), cuda_cpu::launch(kernel, grid, block, smem, __VA_ARGS__))
 inline void __syncthreads() { cuda_cpu::barrier(); }
 inline int __syncthreads_count(int p) { cuda_cpu::B->count[1] += p != 0; cuda_cpu::barrier(); return cuda_cpu::B->count[0]; }
 inline int __syncthreads_or(int p) { return __syncthreads_count(p) != 0; }
 inline int __syncthreads_and(int p) { return __syncthreads_count(!p) == 0; }
-inline void __syncwarp(unsigned m = 0xffffffffu) { cuda_cpu::warp_barrier(m); }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
-template <class T> T __shfl_sync(unsigned m, T v, int src, int w = 32) { int l = cuda_cpu::lane(); return cuda_cpu::exchange(m, v, (l & ~(w - 1)) | (src & (w - 1)), true); }
 template <class T> T __shfl_xor_sync(unsigned m, T v, int x, int w = 32) { int l = cuda_cpu::lane(), s = l ^ x; return cuda_cpu::exchange(m, v, s, (s & ~(w - 1)) <= (l & ~(w - 1))); }
-template <class T> T __shfl_down_sync(unsigned m, T v, unsigned d, int w = 32) { int l = cuda_cpu::lane(); return cuda_cpu::exchange(m, v, l + (int)d, (l & (w - 1)) + (int)d < w); }
-template <class T> T __shfl_up_sync(unsigned m, T v, unsigned d, int w = 32) { int l = cuda_cpu::lane(); return cuda_cpu::exchange(m, v, l - (int)d, (l & (w - 1)) >= (int)d); }
-inline unsigned __ballot_sync(unsigned m, int p) {
-  cuda_cpu::Warp& w = cuda_cpu::warp(); const int l = cuda_cpu::lane(); auto& s = w.slot[w.parity[l] ^= 1]; s[l] = p != 0;
-  cuda_cpu::warp_barrier(m); unsigned r = 0; for (int i = 0; i < 32; ++i) if (m >> i & 1) r |= unsigned(s[i] != 0) << i; return r; }
-inline int __any_sync(unsigned m, int p) { return __ballot_sync(m, p) != 0; }
-inline int __all_sync(unsigned m, int p) { return __ballot_sync(m, !p) == 0; }
-template <class T> T __ldg(const T* p) { return *p; }
-template <class T> T atomicAdd(T* p, std::type_identity_t<T> v) { T o = *p; *p = o + v; return o; }
-template <class T> T atomicMax(T* p, std::type_identity_t<T> v) { T o = *p; *p = std::max(o, v); return o; }
-template <class T> T atomicCAS(T* p, std::type_identity_t<T> c, std::type_identity_t<T> v) { T o = *p; if (o == c) *p = v; return o; }
-inline float __expf(float x) { return std::exp(x); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
