@@ -302,16 +302,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
 // The gradients have all leading dimensions, those too along which an argument was broadcast.
 std::tuple<Tensor, Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                                                          const Tensor& value, std::optional<Tensor> weights, const Tensor& out,
-                                                          const Tensor& stats, std::optional<double> scale, bool is_causal,
-                                                          bool weights_grad) {
+                                                          const Tensor& value, std::optional<Tensor> weights,
+                                                          std::optional<Tensor> given_out, std::optional<Tensor> stats, bool weights_grad,
+                                                          std::optional<double> scale, bool is_causal) {
   const Problem problem = plain_problem(query, key, value, weights, scale, is_causal);
   const AttentionProblem& a = problem.a;
   const ScalarType acc = accumulation_type(a.dtype);
   weights_grad &= weights.has_value();
   check_is(grad_out, query.scalar_type(), with_rows(problem.shape, a.n, a.dv), "grad_out: of out's dtype and sizes");
+  STD_TORCH_CHECK(given_out.has_value() == stats.has_value(), "out and stats: both or none");
+  const Tensor out = given_out ? *given_out : attend(problem, query.scalar_type(), nullptr, &stats);
   check_is(out, query.scalar_type(), with_rows(problem.shape, a.n, a.dv), "out: as the forward op returned it");
-  check_is(stats, acc, with_rows(problem.shape, a.n, 2), "stats: as the forward op returned it");
+  check_is(*stats, acc, with_rows(problem.shape, a.n, 2), "stats: as the forward op returned it");
   std::vector<int64_t> keys = problem.shape;
   keys.push_back(a.m);
   Tensor grad_query = new_tensor(with_rows(problem.shape, a.n, a.d), acc);
@@ -319,7 +321,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out
   Tensor grad_value = new_cleared(query, with_rows(problem.shape, a.m, a.dv), acc);
   Tensor grad_weights = weights_grad ? new_cleared(query, keys, acc) : new_tensor({0}, acc);
   const LeadOperand grad(grad_out, problem.shape);
-  const AttentionGradients g = incoming(grad, nullptr, out, stats);
+  const AttentionGradients g = incoming(grad, nullptr, out, *stats);
   auto run = [&](auto zero) {
     using T = decltype(zero);
     auto data = [](Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); };

@@ -247,15 +247,16 @@ template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse
 
 template <class T>
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x,
-                                                    const Tensor& probabilities, const std::vector<bool>& needs) {
+                                                    const std::optional<Tensor>& probabilities, const std::vector<bool>& needs) {
   const Problem<T> a(x);
+  const bool given = probabilities && a.kept();  // else computed again
   STD_TORCH_CHECK(needs.size() == 4, "needs: one for each of query, key, value, weights");
   std::vector<int64_t> sizes = shape_of(x.query);
   sizes.back() = a.value.operand.channels;
   check_is(grad_out, x.query.scalar_type(), sizes, "grad_out: of out's dtype and sizes");
   if (grad_lse) check_is(*grad_lse, a.acc, {a.batch, a.heads, a.rows}, "grad_lse: of lse's dtype and sizes");
-  STD_TORCH_CHECK(probabilities.is_contiguous() && probabilities.scalar_type() == a.acc &&
-                  probabilities.numel() == (a.kept() ? a.numel() : 0), "probabilities: as the forward op returned them");
+  STD_TORCH_CHECK(!probabilities || (probabilities->is_contiguous() && probabilities->scalar_type() == a.acc &&
+                  probabilities->numel() == (given ? a.numel() : 0)), "probabilities: as the forward op returned them");
   const bool weights_grad = needs[3] && a.weights, scores = needs[0] || needs[1] || weights_grad;
   std::optional<Tensor> lse_rows;
   if (grad_lse) lse_rows = torch::stable::contiguous(*grad_lse);
@@ -281,11 +282,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
 
   if (!nothing && (scores || needs[2])) a.for_blocks([&](int64_t s, int64_t s_end, int64_t p, int64_t p_end) {
     const int64_t rows = p_end - p, samples = s_end - s, matrix = rows * a.keys, all = samples * a.heads;
-    const Buffer<T> own(a.kept() ? 0 : all * matrix), grad_s(all * matrix), grad_t(all * matrix), p_t(all * matrix);
-    const int64_t p_stride = (a.kept() ? a.rows : rows) * a.keys;
+    const Buffer<T> own(given ? 0 : all * matrix), grad_s(all * matrix), grad_t(all * matrix), p_t(all * matrix);
+    const int64_t p_stride = (given ? a.rows : rows) * a.keys;
     T* probability = own.get();
-    if (a.kept()) {
-      probability = static_cast<T*>(const_cast<void*>(probabilities.const_data_ptr())) + s * a.heads * p_stride + p * a.keys;
+    if (given) {
+      probability = static_cast<T*>(const_cast<void*>(probabilities->const_data_ptr())) + s * a.heads * p_stride + p * a.keys;
     } else {
       const auto parts = a.scores(a.query.operand, a.key.operand, a.weights.get(), s, s_end, p, p_end);
       a.softmax(parts, s, s_end, p, p_end, probability, p_stride, nullptr);
@@ -353,8 +354,8 @@ Tensor forward_any(const Arguments& x, std::optional<Tensor>* lse, std::optional
   return x.query.scalar_type() == ScalarType::Double ? forward<double>(x, lse, probabilities) : forward<float>(x, lse, probabilities);
 }
 
-Gradients backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x, const Tensor& probabilities,
-                       const std::vector<bool>& needs) {
+Gradients backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x,
+                       const std::optional<Tensor>& probabilities, const std::vector<bool>& needs) {
   return x.query.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, probabilities, needs)
                                                      : backward<float>(grad_out, grad_lse, x, probabilities, needs);
 }
@@ -405,7 +406,8 @@ std::tuple<Tensor, Tensor> plain_forward(const Tensor& query, const Tensor& key,
 
 // The gradient of weights has the batch, of one if it was missing, and the grid.
 Gradients plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                         const Tensor& probabilities, std::vector<int64_t> patch_size, std::optional<double> scale, std::vector<bool> needs) {
+                         std::optional<Tensor> probabilities, std::vector<int64_t> patch_size, std::optional<double> scale,
+                         std::vector<bool> needs) {
   return backward_any(grad_out, std::nullopt, Plain(query, key, value, weights, patch_size, scale).x, probabilities, needs);
 }
 

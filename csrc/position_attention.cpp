@@ -343,8 +343,11 @@ std::tuple<Tensor, Tensor> plain_forward(const Tensor& query_pos, const Tensor& 
 }
 
 GradientTensors plain_backward(const Tensor& grad_out, const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
-                         std::optional<Tensor> weights, const Tensor& out, const Tensor& stats, std::vector<bool> needs) {
-  return backward_any(grad_out, std::nullopt, plain_arguments(query_pos, key_pos, value, rate, weights), out, stats, needs);
+                         std::optional<Tensor> weights, std::optional<Tensor> out, std::optional<Tensor> stats, std::vector<bool> needs) {
+  const Arguments x = plain_arguments(query_pos, key_pos, value, rate, weights);
+  STD_TORCH_CHECK(out.has_value() == stats.has_value(), "out and stats: both or none");
+  if (!out) out = forward_any(x, nullptr, &stats);
+  return backward_any(grad_out, std::nullopt, x, *out, *stats, needs);
 }
 
 }  // namespace

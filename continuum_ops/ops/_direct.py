@@ -19,6 +19,9 @@ from ._library import LIBRARY
 
 KERNELS = extension()[0] is not None
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
+# Multiplications up to which a forward's records take longer to make and keep than to compute again: its
+# backward does so from the inputs, to the same bits.
+CHEAP = 2**18
 WIDE = frozenset((torch.float32, torch.float64))  # dtypes that are computed in
 # What a kernel, or a look at an argument of another kind, raises. Not every Exception: checkpointing
 # ends a recomputation by one of its own.
@@ -57,13 +60,11 @@ def plain(optional: Any, *tensors: Any) -> bool | None:
     for tensor in tensors:
         if type(tensor) not in PLAIN or not tensor.is_cpu:
             return None
-        if tensor.requires_grad:
-            recorded = True
+        recorded = recorded or tensor.requires_grad
     if optional is not None:
         if type(optional) not in PLAIN or not optional.is_cpu:
             return None
-        if optional.requires_grad:
-            recorded = True
+        recorded = recorded or optional.requires_grad
     return recorded and _grad_enabled()
 
 

@@ -44,13 +44,15 @@ LIBRARY.define(f"continuum_attention_forward({_INPUTS}) -> (Tensor out, Tensor l
 # derivative needs, forward, backward. Here leading dimensions broadcast, gradients have all of them, and no
 # scale stands for 1 / sqrt(D).
 _PLAIN = "Tensor query, Tensor key, Tensor value, Tensor? weights"
-LIBRARY.define(f"continuum_attention_plain({_PLAIN}, float? scale, bool is_causal) -> Tensor")
+_PLAIN_OPTIONS = "float? scale=None, bool is_causal=False"
+LIBRARY.define(f"continuum_attention_plain({_PLAIN}, {_PLAIN_OPTIONS}) -> Tensor")
 LIBRARY.define(
-    f"continuum_attention_plain_forward({_PLAIN}, float? scale, bool is_causal) -> (Tensor out, Tensor stats)"
+    f"continuum_attention_plain_forward({_PLAIN}, {_PLAIN_OPTIONS}) -> (Tensor out, Tensor stats)"
 )
+# The backward of each computes again what it is not given of the forward's results.
 LIBRARY.define(
-    f"continuum_attention_plain_backward(Tensor grad_out, {_PLAIN}, Tensor out, Tensor stats, float? scale, "
-    "bool is_causal, bool weights_grad) "
+    f"continuum_attention_plain_backward(Tensor grad_out, {_PLAIN}, Tensor? out, Tensor? stats, "
+    f"bool weights_grad, {_PLAIN_OPTIONS}) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # Most users hold weights, positions and rate constant: their gradients are computed only if wanted, and
@@ -86,7 +88,7 @@ LIBRARY.define(
 LIBRARY.define(f"position_attention_plain({_POSITION}) -> Tensor")
 LIBRARY.define(f"position_attention_plain_forward({_POSITION}) -> (Tensor out, Tensor stats)")
 LIBRARY.define(
-    f"position_attention_plain_backward(Tensor grad_out, {_POSITION}, Tensor out, Tensor stats, "
+    f"position_attention_plain_backward(Tensor grad_out, {_POSITION}, Tensor? out, Tensor? stats, "
     f"bool[] needs) -> {_POSITION_GRADS}"
 )
 # needs: one for each of the first five inputs; gradients that are not needed have shape (0,).
@@ -151,7 +153,7 @@ _PLAIN_PATCH = f"{_PATCH}, int[] patch_size, float? scale"
 LIBRARY.define(f"patch_attention_plain({_PLAIN_PATCH}) -> Tensor")
 LIBRARY.define(f"patch_attention_plain_forward({_PLAIN_PATCH}) -> (Tensor out, Tensor probabilities)")
 LIBRARY.define(
-    f"patch_attention_plain_backward(Tensor grad_out, {_PATCH}, Tensor probabilities, int[] patch_size, "
+    f"patch_attention_plain_backward(Tensor grad_out, {_PATCH}, Tensor? probabilities, int[] patch_size, "
     "float? scale, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )

@@ -148,22 +148,29 @@ class Plain(torch.autograd.Function):
         patch_size: Sequence[int],
         scale: float | None,
     ) -> Tensor:
-        out, probabilities = _plain_forward(query, key, value, weights, patch_size, scale)
-        ctx.save_for_backward(query, key, value, weights, probabilities)
+        if query.numel() * key.numel() <= direct.CHEAP:
+            out = plain_op(query, key, value, weights, patch_size, scale)
+            ctx.save_for_backward(query, key, value, weights)
+        else:
+            out, probabilities = _plain_forward(query, key, value, weights, patch_size, scale)
+            ctx.save_for_backward(query, key, value, weights, probabilities)
         ctx.options = (patch_size, scale)
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, probabilities = ctx.saved_tensors
+        query, key, value, weights, *records = ctx.saved_tensors
+        tensors = (query, key, value, weights)
         needs, options = ctx.needs_input_grad[:DIFFERENTIABLE], ctx.options
         if direct.differentiated():
+            (probabilities,) = records or _plain_forward(*tensors, *options)[1:]
             x = _prepared(*tensors, *options)
             lse = x.query.new_zeros(x.rows(), dtype=x.dtype)  # the kernel does not read it
             grads = _backward_op(
                 grad_out, None, *x.tensors(), lse, probabilities, x.patch_size, x.scale, list(needs)
             )
         else:
+            (probabilities,) = records or (None,)
             grads = _plain_backward(grad_out, *tensors, probabilities, *options, needs)
         # Where weights were broadcast their gradient is too: autograd sums what they had not.
         return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)

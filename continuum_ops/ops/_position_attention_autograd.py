@@ -137,26 +137,32 @@ class Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
     ) -> Tensor:
-        out, stats = _plain_forward(query_pos, key_pos, value, rate, weights)
-        ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, stats)
-        return out
+        if query_pos.numel() * value.numel() <= direct.CHEAP:
+            out = plain_op(query_pos, key_pos, value, rate, weights)
+            ctx.save_for_backward(query_pos, key_pos, value, rate, weights)
+        else:
+            out, stats = _plain_forward(query_pos, key_pos, value, rate, weights)
+            ctx.save_for_backward(query_pos, key_pos, value, rate, weights, out, stats)
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query_pos, key_pos, value, rate, weights, out, stats = ctx.saved_tensors
+        query_pos, key_pos, value, rate, weights, *records = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if direct.differentiated():
+            out, stats = records or _plain_forward(query_pos, key_pos, value, rate, weights)
             rows = (query_pos.unsqueeze(0), key_pos.unsqueeze(0))
             heads = value if value.dim() == 4 else value.unsqueeze(1)
             masses = None if weights is None else weights.unsqueeze(0)
-            records = (out, stats[..., 0], stats)  # the kernel does not read lse
+            results = (out, stats[..., 0], stats)  # the kernel does not read lse
             x, y, v, r, w = _backward_op(
-                grad_out, None, *rows, heads, rate, masses, *records, None, None, list(needs)
+                grad_out, None, *rows, heads, rate, masses, *results, None, None, list(needs)
             )
             x, y = (g.squeeze(0) if need else None for g, need in zip((x, y), needs, strict=False))
             v = v.squeeze(1) if needs[2] and value.dim() == 3 else v
             w = w.squeeze(0) if needs[4] else None
         else:
+            out, stats = records or (None, None)
             x, y, v, r, w = _plain_backward(
                 grad_out, query_pos, key_pos, value, rate, weights, out, stats, needs
             )

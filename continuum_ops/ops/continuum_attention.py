@@ -165,6 +165,8 @@ def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal
         return None
     run = apply_plain if recorded else plain_op
     try:
+        if scale is None and not is_causal:
+            return run(query, key, value, weights)  # type: ignore[no-any-return]
         return run(query, key, value, weights, scale, bool(is_causal))  # type: ignore[no-any-return]
     except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None
