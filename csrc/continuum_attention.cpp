@@ -303,8 +303,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 // The gradients have all leading dimensions, those too along which an argument was broadcast.
 std::tuple<Tensor, Tensor, Tensor, Tensor> plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
                                                           const Tensor& value, std::optional<Tensor> weights,
-                                                          std::optional<Tensor> given_out, std::optional<Tensor> stats, bool weights_grad,
-                                                          std::optional<double> scale, bool is_causal) {
+                                                          std::optional<Tensor> given_out, std::optional<Tensor> stats,
+                                                          std::optional<double> scale, bool is_causal, bool weights_grad) {
   const Problem problem = plain_problem(query, key, value, weights, scale, is_causal);
   const AttentionProblem& a = problem.a;
   const ScalarType acc = accumulation_type(a.dtype);

@@ -1,8 +1,10 @@
 // What is thrown where memory cannot be had: how much it was, and what needs less.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -41,5 +43,39 @@ template <class F> auto allocating(double bytes, F make) {
     throw OutOfMemory(bytes);
   }
 }
+
+// Memory on cache lines. Of small pieces a thread keeps some for its next calls: taking them from the heap, a dozen in a call, costs more
+// than a small problem. Under AddressSanitizer nothing is kept, so that every overrun is seen.
+class Pieces {
+ public:
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr size_t SIZE = 0;
+#else
+  static constexpr size_t SIZE = size_t(16) << 10;
+#endif
+
+  static void* take(size_t bytes) {
+    Pieces& kept = own();
+    if (bytes <= SIZE && kept.count_ > 0) return kept.pieces_[--kept.count_];
+    return std::aligned_alloc(64, bytes <= SIZE ? SIZE : (bytes + 63) / 64 * 64);
+  }
+  static void give(void* piece, size_t bytes) {
+    Pieces& kept = own();
+    if (bytes <= SIZE && kept.count_ < MOST) kept.pieces_[kept.count_++] = piece; else std::free(piece);
+  }
+
+ private:
+  static constexpr int MOST = 16;
+  void* pieces_[MOST];
+  int count_ = 0;
+
+  ~Pieces() {
+    while (count_ > 0) std::free(pieces_[--count_]);
+  }
+  static Pieces& own() {
+    static thread_local Pieces kept;
+    return kept;
+  }
+};
 
 }  // namespace continuum_ops

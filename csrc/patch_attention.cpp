@@ -34,12 +34,6 @@ DType query_dtype(const Tensor& t) {
   }
 }
 
-std::vector<int64_t> shape_of(const Tensor& t) {
-  std::vector<int64_t> s;
-  for (int64_t i = 0; i < t.dim(); ++i) s.push_back(t.size(i));
-  return s;
-}
-
 // A tensor (B, *grid, H, C), or weights (W, *grid), by patches.
 class Patched {
  public:
@@ -220,7 +214,7 @@ template <class T> class Problem {
 // Makes lse and probabilities where they are wanted.
 template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* probabilities) {
   const Problem<T> a(x);
-  std::vector<int64_t> shape = shape_of(x.query);
+  std::vector<int64_t> shape = sizes_of(x.query);
   shape.back() = a.value.operand.channels;
   Tensor out = new_tensor(shape, x.query.scalar_type());
   if (lse) *lse = new_tensor({a.batch, a.heads, a.rows}, a.acc);
@@ -251,7 +245,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
   const Problem<T> a(x);
   const bool given = probabilities && a.kept();  // else computed again
   STD_TORCH_CHECK(needs.size() == 4, "needs: one for each of query, key, value, weights");
-  std::vector<int64_t> sizes = shape_of(x.query);
+  std::vector<int64_t> sizes = sizes_of(x.query);
   sizes.back() = a.value.operand.channels;
   check_is(grad_out, x.query.scalar_type(), sizes, "grad_out: of out's dtype and sizes");
   if (grad_lse) check_is(*grad_lse, a.acc, {a.batch, a.heads, a.rows}, "grad_lse: of lse's dtype and sizes");
@@ -267,12 +261,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
   // Sums over several blocks of queries are collected in the accumulation type.
   auto make = [&](bool need, const Tensor& like, ScalarType type) {
     if (!need) return none();
-    return nothing ? torch::stable::new_zeros(x.query, shape_of(like), type) : new_tensor(shape_of(like), type);
+    return nothing ? torch::stable::new_zeros(x.query, sizes_of(like), type) : new_tensor(sizes_of(like), type);
   };
   const ScalarType type = x.query.scalar_type(), sums = several ? a.acc : type;
   Tensor grad_query = make(needs[0] || weights_grad, x.query, type);
   Tensor grad_key = make(needs[1], x.key, sums), grad_value = make(needs[2], x.value, sums);
-  std::vector<int64_t> weights_shape = weights_grad ? shape_of(*x.weights) : std::vector<int64_t>{0};
+  std::vector<int64_t> weights_shape = weights_grad ? sizes_of(*x.weights) : std::vector<int64_t>{0};
   if (weights_grad) weights_shape[0] = a.batch;
   Tensor grad_weights = weights_grad ? torch::stable::new_zeros(x.query, weights_shape, a.acc) : none();
   auto target = [&](Tensor& t) { return std::make_unique<Patched>(t, t.mutable_data_ptr(), x.patch_size); };
@@ -336,7 +330,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
   }
   if (!needs[0] && weights_grad) grad_query = none();
   if (weights_grad && x.weights->size(0) != a.batch) {
-    Tensor sum = torch::stable::new_zeros(x.query, shape_of(*x.weights), a.acc);
+    Tensor sum = torch::stable::new_zeros(x.query, sizes_of(*x.weights), a.acc);
     T* to = static_cast<T*>(sum.mutable_data_ptr());
     const T* from = static_cast<const T*>(grad_weights.const_data_ptr());
     const int64_t count = sum.numel();
@@ -392,21 +386,21 @@ struct Plain {
   }
 };
 
-Tensor plain(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights, std::vector<int64_t> patch_size,
+Tensor plain(const Tensor& query, const Tensor& key, const Tensor& value, std::vector<int64_t> patch_size, std::optional<Tensor> weights,
              std::optional<double> scale) {
   return forward_any(Plain(query, key, value, weights, patch_size, scale).x, nullptr, nullptr);
 }
 
-std::tuple<Tensor, Tensor> plain_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                                         std::vector<int64_t> patch_size, std::optional<double> scale) {
+std::tuple<Tensor, Tensor> plain_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::vector<int64_t> patch_size,
+                                         std::optional<Tensor> weights, std::optional<double> scale) {
   std::optional<Tensor> probabilities;
   Tensor out = forward_any(Plain(query, key, value, weights, patch_size, scale).x, nullptr, &probabilities);
   return {out, *probabilities};
 }
 
 // The gradient of weights has the batch, of one if it was missing, and the grid.
-Gradients plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> weights,
-                         std::optional<Tensor> probabilities, std::vector<int64_t> patch_size, std::optional<double> scale,
+Gradients plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value, std::vector<int64_t> patch_size,
+                         std::optional<Tensor> weights, std::optional<double> scale, std::optional<Tensor> probabilities,
                          std::vector<bool> needs) {
   return backward_any(grad_out, std::nullopt, Plain(query, key, value, weights, patch_size, scale).x, probabilities, needs);
 }

@@ -147,8 +147,8 @@ Buffer<float> nearest_keys(const Problem<float>& problem) {
 }
 
 // Makes lse and stats where they are wanted.
-template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
-  Problem<T> problem(x);
+template <class T>
+Tensor forward(Problem<T>& problem, const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
   const PositionProblem& a = problem.a;
   Tensor out = new_tensor({problem.batch, a.heads, a.n, a.c}, x.value.scalar_type());
   if (lse) *lse = new_tensor({problem.groups, a.heads, a.n}, problem.type);
@@ -172,6 +172,7 @@ template <class T> Tensor forward(const Arguments& x, std::optional<Tensor>* lse
     skip(problem, done);
   }
   attend_directly(problem, o);
+  for (GroupData<T>& d : problem.data) d.g.skip = nullptr, d.g.value = nullptr, d.g.special_value = nullptr;  // which end here
   return out;
 }
 
@@ -236,13 +237,15 @@ bool add_through_grid(const Problem<float>& problem, const BackwardInputs<float>
 
 template <class T>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                                            const Arguments& x, const Tensor& out, const Tensor& stats,
-                                                            const std::vector<bool>& needs) {
-  STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
+                                                            const Arguments& x, std::optional<Tensor> given_out,
+                                                            std::optional<Tensor> given_stats, const std::vector<bool>& needs) {
   STD_TORCH_CHECK(needs.size() == 5, "needs: one for each of query_pos, key_pos, value, rate, weights");
   const bool weights_grad = needs[4] && x.weights.has_value();
   const bool scores = needs[0] || needs[1] || needs[3] || weights_grad;
   BackwardRun<T> run(x, needs[2], scores);
+  STD_TORCH_CHECK(given_out.has_value() == given_stats.has_value(), "out and stats: both or none");
+  const Tensor out = given_out ? *given_out : forward(run.problem, x, nullptr, &given_stats), stats = *given_stats;
+  STD_TORCH_CHECK(out.is_contiguous() && stats.is_contiguous(), "out and stats: as the forward op returned them");
   const ScalarType type = run.problem.type;
   const PositionProblem& a = run.problem.a;
   const int64_t groups = run.problem.groups;
@@ -296,11 +299,15 @@ using Period = std::optional<std::vector<double>>;
 using GradientTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Tensor forward_any(const Arguments& x, std::optional<Tensor>* lse, std::optional<Tensor>* stats) {
-  return x.value.scalar_type() == ScalarType::Double ? forward<double>(x, lse, stats) : forward<float>(x, lse, stats);
+  auto run = [&](auto zero) {
+    Problem<decltype(zero)> problem(x);
+    return forward(problem, x, lse, stats);
+  };
+  return x.value.scalar_type() == ScalarType::Double ? run(double(0)) : run(float(0));
 }
 
-GradientTensors backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x, const Tensor& out,
-                       const Tensor& stats, const std::vector<bool>& needs) {
+GradientTensors backward_any(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Arguments& x,
+                       const std::optional<Tensor>& out, const std::optional<Tensor>& stats, const std::vector<bool>& needs) {
   return x.value.scalar_type() == ScalarType::Double ? backward<double>(grad_out, grad_lse, x, out, stats, needs)
                                                      : backward<float>(grad_out, grad_lse, x, out, stats, needs);
 }
@@ -344,10 +351,7 @@ std::tuple<Tensor, Tensor> plain_forward(const Tensor& query_pos, const Tensor& 
 
 GradientTensors plain_backward(const Tensor& grad_out, const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
                          std::optional<Tensor> weights, std::optional<Tensor> out, std::optional<Tensor> stats, std::vector<bool> needs) {
-  const Arguments x = plain_arguments(query_pos, key_pos, value, rate, weights);
-  STD_TORCH_CHECK(out.has_value() == stats.has_value(), "out and stats: both or none");
-  if (!out) out = forward_any(x, nullptr, &stats);
-  return backward_any(grad_out, std::nullopt, x, *out, *stats, needs);
+  return backward_any(grad_out, std::nullopt, plain_arguments(query_pos, key_pos, value, rate, weights), out, stats, needs);
 }
 
 }  // namespace

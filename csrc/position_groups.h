@@ -17,7 +17,7 @@ namespace continuum_ops {
 template <class T> class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(int64_t count) : data_(static_cast<T*>(std::aligned_alloc(64, (size_t(count) * sizeof(T) + 63) / 64 * 64 + OVERHANG))) {
+  explicit Buffer(int64_t count) : Buffer(size_t(count) * sizeof(T) + OVERHANG, nullptr) {
     if (!data_) throw OutOfMemory(double(count) * sizeof(T));
   }
   Buffer(int64_t count, T x) : Buffer(count) { std::fill_n(data_.get(), count, x); }
@@ -27,9 +27,12 @@ template <class T> class Buffer {
  private:
   static constexpr size_t OVERHANG = 4096;
   struct Free {
-    void operator()(T* p) const { std::free(p); }
+    size_t bytes = 0;
+    void operator()(T* p) const { Pieces::give(p, bytes); }
   };
   std::unique_ptr<T[], Free> data_;
+
+  Buffer(size_t bytes, std::nullptr_t) : data_(static_cast<T*>(Pieces::take(bytes)), Free{bytes}) {}
 };
 
 // Strided rows (count) of numbers of type T; data is null where the argument is absent.
@@ -55,11 +58,14 @@ template <class T> class Side {
     coordinates_ = Buffer<T>(rows.d * padded * (split ? 2 : 1));
     for (int64_t t = 0; t < rows.d; ++t) {
       T *high = coordinates_.get() + t * padded, *low = coordinates_.get() + (rows.d + t) * padded;
-      for (int64_t i = 0; i < padded; ++i) {
-        const double x = rows.at(places_[std::min(i, count - 1)], t);
+      for (int64_t i = 0; i < count; ++i) {
+        const double x = rows.at(places_[i], t);
         high[i] = T(x);
         if (split) low[i] = T(std::isfinite(high[i]) ? x - double(high[i]) : 0);
       }
+      if (count == padded) continue;
+      std::fill(high + count, high + padded, high[count - 1]);
+      if (split) std::fill(low + count, low + padded, low[count - 1]);
     }
     set = {count, padded, places_.data(), coordinates_.get(), nullptr, nullptr};
     set.block_box = boxes(rows, LANE_BLOCK, block_boxes_);

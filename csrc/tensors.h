@@ -22,11 +22,11 @@ namespace continuum_ops {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) {
-  std::vector<int64_t> s(dims);
-  for (int64_t i = 0; i < dims; ++i) s[i] = t.size(i);
-  return s;
+inline std::vector<int64_t> sizes_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return {sizes.begin(), sizes.end()};
 }
+inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) { return {t.sizes().begin(), t.sizes().begin() + dims}; }
 
 // offsets[i] + j * stride for each i and each j < count, i outside.
 inline void repeat_offsets(std::vector<int64_t>& offsets, int64_t count, int64_t stride) {
@@ -122,9 +122,10 @@ class View {
   static constexpr int64_t AXES = 4;  // that are looked at; dim() tells of more
 
   explicit View(const Tensor& t, int64_t one = -1) : data_(t.const_data_ptr()), type_(t.scalar_type()), dims_(t.dim() + (one >= 0)), one_(one) {
+    const auto sizes = t.sizes(), strides = t.strides();
     for (int64_t i = 0, from = 0; i < dims_ && i < AXES; ++i) {
       const bool own = i != one;
-      sizes_[i] = own ? t.size(from) : 1, strides_[i] = own ? t.stride(from) : 0;
+      sizes_[i] = own ? sizes[from] : 1, strides_[i] = own ? strides[from] : 0;
       from += own;
     }
   }

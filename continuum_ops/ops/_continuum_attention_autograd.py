@@ -80,12 +80,11 @@ def _(*args: Any) -> Tensor:
 
 @torch.library.register_fake("continuum_ops::continuum_attention_plain_backward", lib=LIBRARY)
 def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    weights, _, _, weights_wanted, *_ = args
-    leads, weights_grad = grad_out.shape[:-2], weights is not None and weights_wanted
-    grad_weights = query.new_empty(
+    leads, weights_grad = grad_out.shape[:-2], args[0] is not None and args[-1]
+    weights = query.new_empty(
         (*leads, key.shape[-2]) if weights_grad else 0, dtype=accumulation_dtype(query.dtype)
     )
-    return (*(query.new_empty((*leads, *t.shape[-2:])) for t in (query, key, value)), grad_weights)
+    return (*(query.new_empty((*leads, *t.shape[-2:])) for t in (query, key, value)), weights)
 
 
 @torch.library.register_fake("continuum_ops::continuum_attention_backward", lib=LIBRARY)
@@ -144,27 +143,28 @@ class Plain(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        weights: Tensor | None,
-        *options: Any,  # scale, is_causal; none for their defaults: every argument takes time
+        weights: Tensor | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
-            out = plain_op(query, key, value, weights, *options)
+            out = plain_op(query, key, value, weights, scale, is_causal)
             ctx.save_for_backward(query, key, value, weights)
         else:
-            out, stats = _plain_forward(query, key, value, weights, *options)
+            out, stats = _plain_forward(query, key, value, weights, scale, is_causal)
             ctx.save_for_backward(query, key, value, weights, out, stats)
-        if options:
-            ctx.options = options
+        if scale is not None or is_causal:
+            ctx.options = (scale, is_causal)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         # Where an argument was broadcast its gradient is too: autograd sums what its input had not.
         query, key, value, weights, *records = ctx.saved_tensors
-        weights_grad, options = ctx.needs_input_grad[3], getattr(ctx, "options", ())
+        weights_grad = weights is not None and ctx.needs_input_grad[3]
+        scale, is_causal = getattr(ctx, "options", (None, False))
         if direct.differentiated():
-            out, stats = records or _plain_forward(query, key, value, weights, *options)
-            scale, is_causal = options or (None, False)
+            out, stats = records or _plain_forward(query, key, value, weights, scale, is_causal)
             leads, width = out.shape[:-2], query.shape[-1]
             if scale is None:
                 scale = 1.0 / math.sqrt(width) if width > 0 else 1.0
@@ -174,7 +174,9 @@ class Plain(torch.autograd.Function):
             grads = _backward_op(grad_out, None, *inputs, weights_grad, False, False)
         else:
             out, stats = records or (None, None)
-            grads = _plain_backward(grad_out, query, key, value, weights, out, stats, weights_grad, *options)
+            grads = _plain_backward(
+                grad_out, query, key, value, weights, out, stats, scale, is_causal, weights_grad
+            )
         return grads[0], grads[1], grads[2], grads[3] if weights_grad else None, None, None
 
 

@@ -44,15 +44,13 @@ LIBRARY.define(f"continuum_attention_forward({_INPUTS}) -> (Tensor out, Tensor l
 # derivative needs, forward, backward. Here leading dimensions broadcast, gradients have all of them, and no
 # scale stands for 1 / sqrt(D).
 _PLAIN = "Tensor query, Tensor key, Tensor value, Tensor? weights"
-_PLAIN_OPTIONS = "float? scale=None, bool is_causal=False"
-LIBRARY.define(f"continuum_attention_plain({_PLAIN}, {_PLAIN_OPTIONS}) -> Tensor")
-LIBRARY.define(
-    f"continuum_attention_plain_forward({_PLAIN}, {_PLAIN_OPTIONS}) -> (Tensor out, Tensor stats)"
-)
+_DEFAULTS = "float? scale=None, bool is_causal=False"  # most calls save the time that an argument takes
+LIBRARY.define(f"continuum_attention_plain({_PLAIN}, {_DEFAULTS}) -> Tensor")
+LIBRARY.define(f"continuum_attention_plain_forward({_PLAIN}, {_DEFAULTS}) -> (Tensor out, Tensor stats)")
 # The backward of each computes again what it is not given of the forward's results.
 LIBRARY.define(
-    f"continuum_attention_plain_backward(Tensor grad_out, {_PLAIN}, Tensor? out, Tensor? stats, "
-    f"bool weights_grad, {_PLAIN_OPTIONS}) "
+    f"continuum_attention_plain_backward(Tensor grad_out, {_PLAIN}, Tensor? out, Tensor? stats, float? scale, "
+    "bool is_causal, bool weights_grad) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # Most users hold weights, positions and rate constant: their gradients are computed only if wanted, and
@@ -149,12 +147,14 @@ LIBRARY.define(
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # weights (*grid) or (B, *grid), one patch size for all axes or one for each, no scale for 1 with weights.
-_PLAIN_PATCH = f"{_PATCH}, int[] patch_size, float? scale"
+_PLAIN_PATCH = (
+    "Tensor query, Tensor key, Tensor value, int[] patch_size, Tensor? weights=None, float? scale=None"
+)
 LIBRARY.define(f"patch_attention_plain({_PLAIN_PATCH}) -> Tensor")
 LIBRARY.define(f"patch_attention_plain_forward({_PLAIN_PATCH}) -> (Tensor out, Tensor probabilities)")
 LIBRARY.define(
-    f"patch_attention_plain_backward(Tensor grad_out, {_PATCH}, Tensor? probabilities, int[] patch_size, "
-    "float? scale, bool[] needs) "
+    "patch_attention_plain_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, int[] patch_size, "
+    "Tensor? weights, float? scale, Tensor? probabilities, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # The CUDA library's own: as patch_attention_forward and _backward, scale never None, with tf32, one TF32

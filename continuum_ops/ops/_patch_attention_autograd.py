@@ -79,7 +79,7 @@ def _fake_gradients(x: Inputs, needs: list[bool]) -> tuple[Tensor, ...]:
 
 def _prepared(*args: Any) -> Inputs:
     """The arguments of the operators for plain tensors, as the others have them."""
-    query, key, value, weights, patch_size, scale = args
+    query, key, value, patch_size, weights, scale = (*args, None, None)[:6]
     grid = query.shape[1:-2]
     if len(patch_size) < len(grid):
         patch_size = patch_size * len(grid)
@@ -104,8 +104,8 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("continuum_ops::patch_attention_plain_backward", lib=LIBRARY)
 def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *tensors, _, patch_size, scale, needs = args
-    return _fake_gradients(_prepared(*tensors, patch_size, scale), needs)
+    *inputs, _, needs = args
+    return _fake_gradients(_prepared(*inputs), needs)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -144,36 +144,39 @@ class Plain(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        weights: Tensor | None,
         patch_size: Sequence[int],
-        scale: float | None,
+        weights: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
-            out = plain_op(query, key, value, weights, patch_size, scale)
+            out = plain_op(query, key, value, patch_size, weights, scale)
             ctx.save_for_backward(query, key, value, weights)
         else:
-            out, probabilities = _plain_forward(query, key, value, weights, patch_size, scale)
+            out, probabilities = _plain_forward(query, key, value, patch_size, weights, scale)
             ctx.save_for_backward(query, key, value, weights, probabilities)
-        ctx.options = (patch_size, scale)
+        ctx.patch_size = patch_size
+        if scale is not None:
+            ctx.scale = scale
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, weights, *records = ctx.saved_tensors
-        tensors = (query, key, value, weights)
-        needs, options = ctx.needs_input_grad[:DIFFERENTIABLE], ctx.options
+        inputs = (query, key, value, ctx.patch_size, weights, getattr(ctx, "scale", None))
+        needs = (*ctx.needs_input_grad[:3], weights is not None and ctx.needs_input_grad[4])
         if direct.differentiated():
-            (probabilities,) = records or _plain_forward(*tensors, *options)[1:]
-            x = _prepared(*tensors, *options)
+            (probabilities,) = records or _plain_forward(*inputs)[1:]
+            x = _prepared(*inputs)
             lse = x.query.new_zeros(x.rows(), dtype=x.dtype)  # the kernel does not read it
             grads = _backward_op(
                 grad_out, None, *x.tensors(), lse, probabilities, x.patch_size, x.scale, list(needs)
             )
         else:
             (probabilities,) = records or (None,)
-            grads = _plain_backward(grad_out, *tensors, probabilities, *options, needs)
+            grads = _plain_backward(grad_out, *inputs, probabilities, needs)
         # Where weights were broadcast their gradient is too: autograd sums what they had not.
-        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+        q, k, v, w = (g if need else None for g, need in zip(grads, needs, strict=True))
+        return q, k, v, None, w, None
 
 
 apply_plain = direct.applier(Plain)

@@ -144,7 +144,6 @@ def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) ->
     recorded = direct.plain(weights, value, query_pos, key_pos, rate)
     if (
         recorded is None
-        or not (query_pos.dtype is key_pos.dtype is rate.dtype)
         or query_pos.dim() != 2
         or key_pos.dim() != 2
         or (weights is not None and weights.dim() != 1)
