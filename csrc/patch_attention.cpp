@@ -42,19 +42,20 @@ class Patched {
 
   Patched() = default;
   Patched(const Tensor& t, void* data, const std::vector<int64_t>& size, bool weights = false) {
+    const auto sizes = t.sizes(), strides = t.strides();
     const int64_t axes = int64_t(size.size());
-    for (int64_t i = 0; i < axes; ++i) patches *= t.size(1 + i) / size[i], points *= size[i];
-    patch_.reserve(std::max<int64_t>(patches, 1)), point_.reserve(points);
-    patch_.push_back(0), point_.push_back(0);
-    for (int64_t i = 0; i < axes; ++i) {
-      const int64_t stride = t.stride(1 + i);
-      repeat_offsets(patch_, t.size(1 + i) / size[i], stride * size[i]);
-      repeat_offsets(point_, size[i], stride);
+    for (int64_t i = 0; i < axes; ++i) patches *= sizes[1 + i] / size[i], points *= size[i];
+    offsets_.resize(size_t(points + patches));
+    int64_t *const point = offsets_.data(), *const patch = point + points;
+    for (int64_t i = 0, point_count = 1, patch_count = 1; i < axes; ++i) {
+      const int64_t stride = strides[1 + i];
+      point_count = repeat_offsets(point, point_count, size[i], stride);
+      if (patches > 0) patch_count = repeat_offsets(patch, patch_count, sizes[1 + i] / size[i], stride * size[i]);
     }
     operand.data = data;
-    operand.batch = t.size(0) == 1 ? 0 : t.stride(0);
-    if (!weights) operand.head = t.stride(1 + axes), operand.channel = t.stride(2 + axes), operand.channels = t.size(2 + axes);
-    operand.patch = patch_.data(), operand.point = point_.data();
+    operand.batch = sizes[0] == 1 ? 0 : strides[0];
+    if (!weights) operand.head = strides[1 + axes], operand.channel = strides[2 + axes], operand.channels = sizes[2 + axes];
+    operand.patch = patch, operand.point = point;
   }
   Patched(const Tensor& t, const std::vector<int64_t>& size, bool weights = false)
       : Patched(t, const_cast<void*>(t.const_data_ptr()), size, weights) {}
@@ -62,7 +63,7 @@ class Patched {
   Patched& operator=(const Patched&) = delete;
 
  private:
-  std::vector<int64_t> patch_, point_;
+  std::vector<int64_t> offsets_;  // of the points of a patch, then of the patches
 };
 
 struct Arguments {
@@ -73,24 +74,26 @@ struct Arguments {
 };
 
 void check(const Arguments& x) {
-  const int64_t axes = int64_t(x.patch_size.size()), dims = axes + 3;
-  STD_TORCH_CHECK(axes >= 1 && x.query.dim() == dims && x.key.dim() == dims && x.value.dim() == dims,
+  const int64_t axes = int64_t(x.patch_size.size());
+  const size_t dims = size_t(axes + 3);
+  const auto query = x.query.sizes(), key = x.key.sizes(), value = x.value.sizes();
+  STD_TORCH_CHECK(axes >= 1 && query.size() == dims && key.size() == dims && value.size() == dims,
                   "query, key, value: (B, *grid, H, channels) with an axis for each patch size");
   const ScalarType type = x.query.scalar_type(), acc = type == ScalarType::Double ? type : ScalarType::Float;
   STD_TORCH_CHECK(x.key.scalar_type() == type && x.value.scalar_type() == type, "query, key, value: one dtype");
-  for (const Tensor* t : {&x.key, &x.value}) {
-    STD_TORCH_CHECK(t->size(0) == x.query.size(0) && t->size(axes + 1) == x.query.size(axes + 1), "batch and heads: those of query");
+  for (const auto& t : {key, value}) {
+    STD_TORCH_CHECK(t[0] == query[0] && t[axes + 1] == query[axes + 1], "batch and heads: those of query");
   }
-  STD_TORCH_CHECK(x.key.size(axes + 2) == x.query.size(axes + 2), "key: as many channels as query");
+  STD_TORCH_CHECK(key[axes + 2] == query[axes + 2], "key: as many channels as query");
   for (int64_t i = 0; i < axes; ++i) {
     const int64_t size = x.patch_size[i];
-    STD_TORCH_CHECK(size >= 1 && x.query.size(1 + i) % size == 0 && x.key.size(1 + i) % size == 0 && x.value.size(1 + i) == x.key.size(1 + i),
+    STD_TORCH_CHECK(size >= 1 && query[1 + i] % size == 0 && key[1 + i] % size == 0 && value[1 + i] == key[1 + i],
                     "patch_size: divides both grids");
   }
   if (!x.weights) return;
   STD_TORCH_CHECK(x.weights->dim() == axes + 1 && x.weights->scalar_type() == acc &&
-                  (x.weights->size(0) == 1 || x.weights->size(0) == x.query.size(0)), "weights: (W, *grid) in the accumulation dtype, W = 1 or B");
-  for (int64_t i = 0; i < axes; ++i) STD_TORCH_CHECK(x.weights->size(1 + i) == x.query.size(1 + i), "weights: query's grid");
+                  (x.weights->size(0) == 1 || x.weights->size(0) == query[0]), "weights: (W, *grid) in the accumulation dtype, W = 1 or B");
+  for (int64_t i = 0; i < axes; ++i) STD_TORCH_CHECK(x.weights->size(1 + i) == query[1 + i], "weights: query's grid");
 }
 
 // What forward and backward share: operands, sizes, and how the work is cut. No cut depends on the number of threads.

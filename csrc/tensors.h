@@ -28,31 +28,28 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
 }
 inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) { return {t.sizes().begin(), t.sizes().begin() + dims}; }
 
-// offsets[i] + j * stride for each i and each j < count, i outside.
-inline void repeat_offsets(std::vector<int64_t>& offsets, int64_t count, int64_t stride) {
-  if (count == 1) return;
-  const int64_t size = int64_t(offsets.size());
-  offsets.resize(size_t(size * count));
-  for (int64_t i = count == 0 ? -1 : size - 1; i >= 0; --i) {  // from behind: each is read before it is written over
+// Writes offsets[i] + j * stride for each i < size and each j < count, i outside; returns how many these are.
+inline int64_t repeat_offsets(int64_t* offsets, int64_t size, int64_t count, int64_t stride) {
+  for (int64_t i = count <= 1 ? -1 : size - 1; i >= 0; --i) {  // from behind: each is read before it is written over
     const int64_t first = offsets[i];
     for (int64_t j = 0; j < count; ++j) offsets[i * count + j] = first + j * stride;
   }
+  return size * count;
 }
 
 // Offsets of the leads of a tensor (*leads, ...) with `trailing` further dimensions; a dimension that is missing, or of size 1, serves
 // all leads along it.
 inline std::vector<int64_t> lead_offsets(const Tensor& t, int64_t trailing, const std::vector<int64_t>& leads) {
-  const int64_t missing = int64_t(leads.size()) + trailing - t.dim();
-  STD_TORCH_CHECK(missing >= 0 && t.dim() >= trailing, "leading dimensions must broadcast to those of query");
-  int64_t total = 1;
+  const auto sizes = t.sizes(), strides = t.strides();
+  const int64_t dims = int64_t(sizes.size()), missing = int64_t(leads.size()) + trailing - dims;
+  STD_TORCH_CHECK(missing >= 0 && dims >= trailing, "leading dimensions must broadcast to those of query");
+  int64_t total = 1, count = 1;
   for (const int64_t size : leads) total *= size;
-  std::vector<int64_t> offsets;
-  offsets.reserve(size_t(total > 1 ? total : 1));
-  offsets.push_back(0);
+  std::vector<int64_t> offsets(size_t(total > 0 ? total : 0));
   for (int64_t dim = 0; dim < int64_t(leads.size()); ++dim) {
-    const int64_t size = dim < missing ? 1 : t.size(dim - missing);
+    const int64_t size = dim < missing ? 1 : sizes[dim - missing];
     STD_TORCH_CHECK(size == leads[dim] || size == 1, "leading dimensions must be those of query, or 1");
-    repeat_offsets(offsets, leads[dim], size == 1 ? 0 : t.stride(dim - missing));
+    if (total > 0) count = repeat_offsets(offsets.data(), count, leads[dim], size == 1 ? 0 : strides[dim - missing]);
   }
   return offsets;
 }

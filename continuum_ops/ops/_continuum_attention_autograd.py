@@ -143,25 +143,24 @@ class Plain(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        weights: Tensor | None = None,
-        scale: float | None = None,
-        is_causal: bool = False,
+        weights: Tensor | None,
+        *options: Any,  # scale, is_causal; left out, as every argument takes time, where None and False
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
-            out = plain_op(query, key, value, weights, scale, is_causal)
+            out = plain_op(query, key, value, weights, *options)
             ctx.save_for_backward(query, key, value, weights)
         else:
-            out, stats = _plain_forward(query, key, value, weights, scale, is_causal)
+            out, stats = _plain_forward(query, key, value, weights, *options)
             ctx.save_for_backward(query, key, value, weights, out, stats)
-        if scale is not None or is_causal:
-            ctx.options = (scale, is_causal)
+        if options:
+            ctx.options = options
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         # Where an argument was broadcast its gradient is too: autograd sums what its input had not.
         query, key, value, weights, *records = ctx.saved_tensors
-        weights_grad = weights is not None and ctx.needs_input_grad[3]
+        weights_grad = ctx.needs_input_grad[3]
         scale, is_causal = getattr(ctx, "options", (None, False))
         if direct.differentiated():
             out, stats = records or _plain_forward(query, key, value, weights, scale, is_causal)

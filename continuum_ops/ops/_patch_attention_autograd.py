@@ -146,17 +146,17 @@ class Plain(torch.autograd.Function):
         value: Tensor,
         patch_size: Sequence[int],
         weights: Tensor | None = None,
-        scale: float | None = None,
+        *scale: float,  # left out, as every argument takes time, where None
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
-            out = plain_op(query, key, value, patch_size, weights, scale)
+            out = plain_op(query, key, value, patch_size, weights, *scale)
             ctx.save_for_backward(query, key, value, weights)
         else:
-            out, probabilities = _plain_forward(query, key, value, patch_size, weights, scale)
+            out, probabilities = _plain_forward(query, key, value, patch_size, weights, *scale)
             ctx.save_for_backward(query, key, value, weights, probabilities)
         ctx.patch_size = patch_size
-        if scale is not None:
-            ctx.scale = scale
+        if scale:
+            (ctx.scale,) = scale
         return out  # type: ignore[no-any-return]
 
     @staticmethod

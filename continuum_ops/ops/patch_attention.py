@@ -119,8 +119,8 @@ def _plain(query: Any, key: Any, value: Any, patch_size: Any, weights: Any, scal
         return None
     run = apply_plain if recorded else plain_op
     try:
-        if weights is scale is None:
-            return run(query, key, value, sizes)  # type: ignore[no-any-return]
+        if scale is None:
+            return run(query, key, value, sizes, weights)  # type: ignore[no-any-return]
         return run(query, key, value, sizes, weights, scale)  # type: ignore[no-any-return]
     except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None
