@@ -370,42 +370,47 @@ Gradients backward_op(const Tensor& grad_out, std::optional<Tensor> grad_lse, co
   return backward_any(grad_out, grad_lse, {query, key, value, weights, patch_size, scale}, probabilities, needs);
 }
 
-// As users pass them: weights may lack the batch and axes of the grid, one patch size serves all axes, and with weights no scale is 1.
+// As users pass them: weights may lack the batch and axes of the grid, size is that of all axes but those that have one of their own,
+// and with weights no scale is 1.
 struct Plain {
   std::optional<Tensor> weights;
   std::vector<int64_t> patch_size;
   Arguments x;
 
-  Plain(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& w, std::vector<int64_t> size,
-        std::optional<double> scale)
-      : weights(w), patch_size(std::move(size)), x{query, key, value, weights, patch_size, scale || !w ? scale : 1.0} {
+  Plain(const Tensor& query, const Tensor& key, const Tensor& value, int64_t size, std::optional<Tensor> w, std::optional<double> scale,
+        int64_t second, int64_t third)
+      : weights(std::move(w)), x{query, key, value, weights, patch_size, scale || !weights ? scale : 1.0} {
     const int64_t axes = query.dim() - 3;
-    if (patch_size.size() == 1 && axes > 1) patch_size.assign(axes, patch_size[0]);
-    if (!w) return;
-    STD_TORCH_CHECK(axes >= 1 && (w->dim() == axes || w->dim() == axes + 1), "weights: (*grid) or (B, *grid)");
-    std::vector<int64_t> sizes{w->dim() == axes ? 1 : w->size(0)};
+    STD_TORCH_CHECK(axes >= 1 && axes <= 3, "query: a grid of 1 to 3 axes");
+    patch_size.assign(size_t(axes), size);
+    if (axes > 1 && second > 0) patch_size[1] = second;
+    if (axes > 2 && third > 0) patch_size[2] = third;
+    if (!weights) return;
+    const int64_t dims = weights->dim();
+    STD_TORCH_CHECK(dims == axes || dims == axes + 1, "weights: (*grid) or (B, *grid)");
+    std::vector<int64_t> sizes{dims == axes ? 1 : weights->size(0)};
     for (int64_t i = 1; i <= axes; ++i) sizes.push_back(query.size(i));
-    weights = expanded(*w, sizes);
+    weights = expanded(*weights, sizes);
   }
 };
 
-Tensor plain(const Tensor& query, const Tensor& key, const Tensor& value, std::vector<int64_t> patch_size, std::optional<Tensor> weights,
-             std::optional<double> scale) {
-  return forward_any(Plain(query, key, value, weights, patch_size, scale).x, nullptr, nullptr);
+Tensor plain(const Tensor& query, const Tensor& key, const Tensor& value, int64_t size, std::optional<Tensor> weights,
+             std::optional<double> scale, int64_t second, int64_t third) {
+  return forward_any(Plain(query, key, value, size, weights, scale, second, third).x, nullptr, nullptr);
 }
 
-std::tuple<Tensor, Tensor> plain_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::vector<int64_t> patch_size,
-                                         std::optional<Tensor> weights, std::optional<double> scale) {
+std::tuple<Tensor, Tensor> plain_forward(const Tensor& query, const Tensor& key, const Tensor& value, int64_t size,
+                                         std::optional<Tensor> weights, std::optional<double> scale, int64_t second, int64_t third) {
   std::optional<Tensor> probabilities;
-  Tensor out = forward_any(Plain(query, key, value, weights, patch_size, scale).x, nullptr, &probabilities);
+  Tensor out = forward_any(Plain(query, key, value, size, weights, scale, second, third).x, nullptr, &probabilities);
   return {out, *probabilities};
 }
 
 // The gradient of weights has the batch, of one if it was missing, and the grid.
-Gradients plain_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value, std::vector<int64_t> patch_size,
-                         std::optional<Tensor> weights, std::optional<double> scale, std::optional<Tensor> probabilities,
-                         std::vector<bool> needs) {
-  return backward_any(grad_out, std::nullopt, Plain(query, key, value, weights, patch_size, scale).x, probabilities, needs);
+Gradients plain_backward(const Tensor& grad_out, std::optional<Tensor> probabilities, std::vector<bool> needs, const Tensor& query,
+                         const Tensor& key, const Tensor& value, int64_t size, std::optional<Tensor> weights, std::optional<double> scale,
+                         int64_t second, int64_t third) {
+  return backward_any(grad_out, std::nullopt, Plain(query, key, value, size, weights, scale, second, third).x, probabilities, needs);
 }
 
 }  // namespace

@@ -26,14 +26,13 @@ CUDA = {f"{op}_attention_cuda_{part}" for op in ("position", "patch") for part i
 INF = float("inf")
 
 
-def plain(op, inputs, needs, options=(), records=2):
-    """The three operators for plain tensors; the backward is given the last `records` of out and records."""
-    kept = getattr(ops, f"{op}_plain_forward")(*inputs, *options)
-    grad = torch.randn_like(kept[0])
+def plain(op, inputs, backward):
+    """The three operators for plain tensors; backward: its arguments but for grad_out, from out and records."""
+    kept = getattr(ops, f"{op}_plain_forward")(*inputs)
     return {
-        f"{op}_plain": (*inputs, *options),
-        f"{op}_plain_forward": (*inputs, *options),
-        f"{op}_plain_backward": (grad, *inputs, *kept[-records:], *options, needs),
+        f"{op}_plain": inputs,
+        f"{op}_plain_forward": inputs,
+        f"{op}_plain_backward": (torch.randn_like(kept[0]), *backward(*kept)),
     }
 
 
@@ -42,13 +41,21 @@ def compiled_examples():
     same = (draw((2, 3, 6, 4)), draw((2, 3, 7, 4)), v, w)
     points = (draw((6, 2)), draw((7, 2)), draw((2, 7, 3)), draw((2,), positive=True), w[0])
     grids = (draw((2, 4, 6, 3, 2)), draw((2, 2, 6, 3, 2)), draw((2, 2, 6, 3, 5)))
-    masses = draw((4, 6), positive=True)
+    patches = (*grids, 2, draw((4, 6), positive=True), None, 3)
     dft = ([2, 1], [3, 4], [2, 3])  # tables: 3 (points, rows) of the first axis, 2 of the last
     tables = draw((3 * 3 * 2 + 2 * 4 * 3,))
     return {
-        **plain("continuum_attention", (q, k, v, w), True, (0.5, True)),
-        **plain("position_attention", points, [True, False, True, True, True]),
-        **plain("patch_attention", (*grids, [2], masses, None), [True, True, False, True], records=1),
+        **plain(
+            "continuum_attention",
+            (q, k, v, w, 0.5, True),
+            lambda out, stats: (q, k, v, w, out, stats, 0.5, True, True),
+        ),
+        **plain(
+            "position_attention",
+            points,
+            lambda out, stats: (*points, out, stats, [True, False, True, True, True]),
+        ),
+        **plain("patch_attention", patches, lambda out, p: (p, [True, True, False, True], *patches)),
         "galerkin_attention_small": same,
         "galerkin_attention_small_backward": (torch.randn(2, 3, 6, 5), *same, True),
         "axis_product": (draw((6, 5)), draw((2, 5, 3)), torch.zeros(2, 6, 3)),

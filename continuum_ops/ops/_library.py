@@ -146,15 +146,17 @@ LIBRARY.define(
     "Tensor probabilities, SymInt[] patch_size, float? scale, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
-# weights (*grid) or (B, *grid), one patch size for all axes or one for each, no scale for 1 with weights.
+# weights (*grid) or (B, *grid), no scale for 1 with weights. size: of a patch along the first axis, and along
+# the others where theirs are 0; numbers, since a list of them takes longer than all the other arguments.
 _PLAIN_PATCH = (
-    "Tensor query, Tensor key, Tensor value, int[] patch_size, Tensor? weights=None, float? scale=None"
+    "Tensor query, Tensor key, Tensor value, int size, Tensor? weights=None, float? scale=None, "
+    "int second=0, int third=0"
 )
 LIBRARY.define(f"patch_attention_plain({_PLAIN_PATCH}) -> Tensor")
 LIBRARY.define(f"patch_attention_plain_forward({_PLAIN_PATCH}) -> (Tensor out, Tensor probabilities)")
 LIBRARY.define(
-    "patch_attention_plain_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, int[] patch_size, "
-    "Tensor? weights, float? scale, Tensor? probabilities, bool[] needs) "
+    "patch_attention_plain_backward(Tensor grad_out, Tensor? probabilities, bool[] needs, "
+    f"{_PLAIN_PATCH}) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # The CUDA library's own: as patch_attention_forward and _backward, scale never None, with tf32, one TF32

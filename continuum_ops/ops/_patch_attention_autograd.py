@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,15 +78,15 @@ def _fake_gradients(x: Inputs, needs: list[bool]) -> tuple[Tensor, ...]:
 
 def _prepared(*args: Any) -> Inputs:
     """The arguments of the operators for plain tensors, as the others have them."""
-    query, key, value, patch_size, weights, scale = (*args, None, None)[:6]
+    query, key, value, size, *options = args
+    weights, scale, second, third = (*options, *(None, None, 0, 0)[len(options) :])
     grid = query.shape[1:-2]
-    if len(patch_size) < len(grid):
-        patch_size = patch_size * len(grid)
+    patch_size = [size, second or size, third or size][: len(grid)]
     if weights is not None:
         weights = weights if weights.dim() > len(grid) else weights.unsqueeze(0)
         weights = weights.expand(weights.shape[0], *grid)
         scale = 1.0 if scale is None else scale
-    return Inputs(query, key, value, weights, list(patch_size), scale)
+    return Inputs(query, key, value, weights, patch_size, scale)
 
 
 @torch.library.register_fake("continuum_ops::patch_attention_plain", lib=LIBRARY)
@@ -104,7 +103,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("continuum_ops::patch_attention_plain_backward", lib=LIBRARY)
 def _(grad_out: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *inputs, _, needs = args
+    _, needs, *inputs = args
     return _fake_gradients(_prepared(*inputs), needs)
 
 
@@ -144,25 +143,25 @@ class Plain(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        patch_size: Sequence[int],
+        size: int,
         weights: Tensor | None = None,
-        *scale: float,  # left out, as every argument takes time, where None
+        *options: Any,  # scale, sizes of the other axes; left out, as every argument takes time, where not needed
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
-            out = plain_op(query, key, value, patch_size, weights, *scale)
+            out = plain_op(query, key, value, size, weights, *options)
             ctx.save_for_backward(query, key, value, weights)
         else:
-            out, probabilities = _plain_forward(query, key, value, patch_size, weights, *scale)
+            out, probabilities = _plain_forward(query, key, value, size, weights, *options)
             ctx.save_for_backward(query, key, value, weights, probabilities)
-        ctx.patch_size = patch_size
-        if scale:
-            (ctx.scale,) = scale
+        ctx.size = size
+        if options:
+            ctx.options = options
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, weights, *records = ctx.saved_tensors
-        inputs = (query, key, value, ctx.patch_size, weights, getattr(ctx, "scale", None))
+        inputs = (query, key, value, ctx.size, weights, *getattr(ctx, "options", ()))
         needs = (*ctx.needs_input_grad[:3], weights is not None and ctx.needs_input_grad[4])
         if direct.differentiated():
             (probabilities,) = records or _plain_forward(*inputs)[1:]
@@ -173,10 +172,10 @@ class Plain(torch.autograd.Function):
             )
         else:
             (probabilities,) = records or (None,)
-            grads = _plain_backward(grad_out, *inputs, probabilities, needs)
+            grads = _plain_backward(grad_out, probabilities, needs, *inputs)
         # Where weights were broadcast their gradient is too: autograd sums what they had not.
         q, k, v, w = (g if need else None for g, need in zip(grads, needs, strict=True))
-        return q, k, v, None, w, None
+        return q, k, v, None, w, None, None, None
 
 
 apply_plain = direct.applier(Plain)

@@ -109,18 +109,17 @@ def _plain(query: Any, key: Any, value: Any, patch_size: Any, weights: Any, scal
         or (weights is not None and weights.dtype is not query.dtype)
     ):
         return None
-    if type(patch_size) is int:
-        sizes: tuple[int, ...] = (patch_size,)
-    elif type(patch_size) in (tuple, list) and len(patch_size) == query.dim() - 3:
-        sizes = tuple(patch_size)
-        if set(map(type, sizes)) != {int}:
+    others: Sequence[int] = ()
+    if type(patch_size) in (tuple, list) and len(patch_size) == query.dim() - 3:
+        if set(map(type, patch_size)) != {int} or min(patch_size) < 1:
             return None
-    else:
+        patch_size, *others = patch_size
+    elif type(patch_size) is not int:
         return None
     run = apply_plain if recorded else plain_op
     try:
-        if scale is None:
-            return run(query, key, value, sizes, weights)  # type: ignore[no-any-return]
-        return run(query, key, value, sizes, weights, scale)  # type: ignore[no-any-return]
+        if weights is scale is None and not others:
+            return run(query, key, value, patch_size)  # type: ignore[no-any-return]
+        return run(query, key, value, patch_size, weights, scale, *others)  # type: ignore[no-any-return]
     except direct.REFUSALS:  # the checks of the ordinary way say what is wrong
         return None
