@@ -318,11 +318,12 @@ Arguments arguments(const Tensor& query_pos, const Tensor& key_pos, const Tensor
           view_of(weights), view_of(radius), period ? &*period : nullptr, value};
 }
 
-// As users pass them where the batch shares the points: (N, d), (M, d), (B, M, C) or (B, H, M, C), (H,), (M,).
+// As users pass them: (N, d) and (M, d), or (B, N, d) and (B, M, d), then (B, M, C) or (B, H, M, C), (H,), (M,) or (B, M).
 Arguments plain_arguments(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
                           const std::optional<Tensor>& weights) {
-  return {View(query_pos, 0),  View(key_pos, 0), View(value, value.dim() == 3 ? 1 : -1), View(rate),
-          view_of(weights, 0), std::nullopt,     nullptr,                                value};
+  auto batched = [](const Tensor& t, int64_t dims) { return View(t, t.dim() < dims ? 0 : -1); };
+  return {batched(query_pos, 3), batched(key_pos, 3), View(value, value.dim() == 3 ? 1 : -1), View(rate),
+          weights ? std::optional(batched(*weights, 2)) : std::nullopt, std::nullopt, nullptr, value};
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,

@@ -36,7 +36,7 @@ template <class T> Row<T> row_of(const std::optional<View>& t, int64_t sample) {
   return {static_cast<const T*>(t->const_data_ptr()) + (t->size(0) > 1 ? sample * t->stride(0) : 0), t->stride(1)};
 }
 
-inline std::optional<View> view_of(const std::optional<Tensor>& t, int64_t one = -1) { return t ? std::optional(View(*t, one)) : std::nullopt; }
+inline std::optional<View> view_of(const std::optional<Tensor>& t) { return t ? std::optional(View(*t)) : std::nullopt; }
 
 struct Arguments {
   View query_pos, key_pos, value, rate;

@@ -77,8 +77,26 @@ def no_checks(monkeypatch):
         monkeypatch.setattr(f"continuum_ops.ops._checks.{name}", fail)
 
 
+SOFTMAX = ("continuum", "position", "patch")
+KINDS_KEPT = [*KINDS, *(f"{kind}, records kept" for kind in SOFTMAX)]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What a backward reads of its forward is kept, which of small problems as these it is not."""
+    monkeypatch.setattr(direct, "CHEAP", -1)
+
+
+@pytest.fixture
+def kind(request):
+    name, _, records = request.param.partition(", ")
+    if records:
+        request.getfixturevalue("kept")
+    return name
+
+
 @needs_kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_KEPT, indirect=True)
 def test_plain_calls_need_no_checks_and_agree_with_the_formula(kind, no_checks):
     op, inputs = make(kind)
     learned = [t.clone().requires_grad_() for t in inputs]
@@ -93,7 +111,7 @@ def test_plain_calls_need_no_checks_and_agree_with_the_formula(kind, no_checks):
         assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_KEPT, indirect=True)
 def test_derivatives_of_plain_calls(kind):
     op, inputs = make(kind)
     learned = tuple(t.clone().requires_grad_() for t in inputs)
@@ -113,7 +131,7 @@ def test_one_gradient_alone(kind, learned):
     assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS_KEPT, indirect=True)
 def test_batched_gradients(kind):
     op, inputs = make(kind)
     learned = [t.clone().requires_grad_() for t in inputs]
@@ -124,6 +142,58 @@ def test_batched_gradients(kind):
         wanted = torch.autograd.grad(expected, learned, grad_out, retain_graph=True)
         for got, grad in zip(found, wanted, strict=True):
             assert (got[i] - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", SOFTMAX)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_records_computed_again_are_those_kept(kind, dtype, monkeypatch):
+    op, inputs = make(kind, dtype)
+    learned = [t.clone().requires_grad_() for t in inputs]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = formula(kind, *exact)
+    grad_out = randn(*expected.shape, dtype=dtype)
+    wanted = torch.autograd.grad(expected, exact, grad_out.double())
+    found, kept = [], []
+    for bound in (direct.CHEAP, -1):
+        monkeypatch.setattr(direct, "CHEAP", bound)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):  # noqa: B023
+            out = op(*learned)
+        found.append(torch.autograd.grad(out, learned, grad_out))
+        kept.append(len(saved))
+    assert kept == [len(inputs), len(inputs) + (1 if kind == "patch" else 2)]
+    for again, before, grad in zip(*found, wanted, strict=True):
+        assert torch.equal(again, before)
+        assert (again - grad).abs().max().item() <= 64 * torch.finfo(dtype).eps * grad.abs().max().item()
+
+
+@needs_kernels
+@pytest.mark.parametrize("masses", [(9,), (2, 9), None])
+@pytest.mark.parametrize("records", ["computed again", "kept"])
+def test_points_of_each_sample(masses, records, request, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("the ordinary way was taken")
+
+    monkeypatch.setattr("continuum_ops.ops._position_attention_checks.check_value", fail)
+    if records == "kept":
+        request.getfixturevalue("kept")
+    x, y, v, rate = randn(2, 7, 2), randn(2, 9, 2, seed=1), randn(2, 9, 4), randn(3).abs()
+    given = [x, y, v, rate] if masses is None else [x, y, v, rate, 0.1 + randn(*masses).abs()]
+    learned = [t.requires_grad_() for t in given]
+    squares = (x[:, None, :, None] - y[:, None, None]).square().sum(-1)
+    scores = (-rate[:, None, None] * squares).exp()
+    if masses is not None:
+        scores = scores * given[4].expand(2, 9)[:, None, None]
+    expected = scores @ v[:, None] / scores.sum(-1, keepdim=True)
+    out = co.position_attention(*given)
+    assert (out - expected).abs().max().item() <= 1e-13 * expected.abs().max().item()
+    grad_out = randn(*out.shape)
+    grads = [torch.autograd.grad(t, learned, grad_out) for t in (out, expected)]
+    for got, grad in zip(*grads, strict=True):
+        assert (got - grad).abs().max().item() <= 1e-12 * grad.abs().max().item()
+    if masses != (9,):
+        assert torch.autograd.gradgradcheck(co.position_attention, learned)
 
 
 @pytest.mark.parametrize("lead", [(2, 1), (1,)])

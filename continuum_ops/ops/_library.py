@@ -82,7 +82,8 @@ LIBRARY.define(
     f"position_attention_forward({_POSITION}, Tensor? radius, float[]? period) "
     "-> (Tensor out, Tensor lse, Tensor stats)"
 )
-# The points shared by the batch: (N, d), (M, d), (B, M, C) or (B, H, M, C), (H,), (M,).
+# As users pass them: (N, d) and (M, d) or (B, N, d) and (B, M, d), (B, M, C) or (B, H, M, C), (H,), (M,) or
+# (B, M).
 LIBRARY.define(f"position_attention_plain({_POSITION}) -> Tensor")
 LIBRARY.define(f"position_attention_plain_forward({_POSITION}) -> (Tensor out, Tensor stats)")
 LIBRARY.define(

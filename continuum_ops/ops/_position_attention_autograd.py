@@ -67,9 +67,18 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.register_fake("continuum_ops::position_attention_plain_forward", lib=LIBRARY)
-def _fake_plain(query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, *args: Any) -> Any:
-    rows = (rate.shape[0], query_pos.shape[0])
-    return value.new_empty((value.shape[0], *rows, value.shape[-1])), rate.new_empty((1, *rows, 2))
+def _fake_plain(*args: Any) -> tuple[Tensor, Tensor]:
+    x = _with_batch(*args)
+    return x.value.new_empty(x.out_shape()), x.rate.new_empty(x.stats_shape())
+
+
+def _with_batch(
+    query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
+) -> Inputs:
+    """The arguments of the operators for plain tensors, as the others have them."""
+    x, y = (t if t.dim() == 3 else t.unsqueeze(0) for t in (query_pos, key_pos))
+    w = weights if weights is None or weights.dim() == 2 else weights.unsqueeze(0)
+    return Inputs(x, y, value if value.dim() == 4 else value.unsqueeze(1), rate, w, None, None)
 
 
 @torch.library.register_fake("continuum_ops::position_attention_plain", lib=LIBRARY)
@@ -130,14 +139,14 @@ torch.library.register_autograd(
 
 
 class Plain(torch.autograd.Function):
-    """The same derivative for points shared by the batch, without what the registration does for every
-    transform: query_pos (N, d), key_pos (M, d), value (B, M, C) or (B, H, M, C), rate (H,), weights (M,)."""
+    """The same derivative for arguments as users pass them, without what the registration does for every
+    transform."""
 
     @staticmethod
     def forward(
         ctx: Any, query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
     ) -> Tensor:
-        if query_pos.numel() * value.numel() <= direct.CHEAP:
+        if 16 * query_pos.numel() * value.numel() <= direct.CHEAP:  # positions are narrower than queries
             out = plain_op(query_pos, key_pos, value, rate, weights)
             ctx.save_for_backward(query_pos, key_pos, value, rate, weights)
         else:
@@ -147,32 +156,17 @@ class Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query_pos, key_pos, value, rate, weights, *records = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        saved = ctx.saved_tensors  # read once: activation checkpointing hands each out once
+        inputs, records, needs = saved[:DIFFERENTIABLE], saved[DIFFERENTIABLE:], ctx.needs_input_grad
         if direct.differentiated():
-            out, stats = records or _plain_forward(query_pos, key_pos, value, rate, weights)
-            rows = (query_pos.unsqueeze(0), key_pos.unsqueeze(0))
-            heads = value if value.dim() == 4 else value.unsqueeze(1)
-            masses = None if weights is None else weights.unsqueeze(0)
+            out, stats = records or _plain_forward(*inputs)
             results = (out, stats[..., 0], stats)  # the kernel does not read lse
-            x, y, v, r, w = _backward_op(
-                grad_out, None, *rows, heads, rate, masses, *results, None, None, list(needs)
-            )
-            x, y = (g.squeeze(0) if need else None for g, need in zip((x, y), needs, strict=False))
-            v = v.squeeze(1) if needs[2] and value.dim() == 3 else v
-            w = w.squeeze(0) if needs[4] else None
+            x = _with_batch(*inputs).tensors()
+            grads = _backward_op(grad_out, None, *x, *results, None, None, list(needs))
+            grads = [g.reshape(t.shape) if need else g for g, t, need in zip(grads, inputs, needs, strict=True)]
         else:
-            out, stats = records or (None, None)
-            x, y, v, r, w = _plain_backward(
-                grad_out, query_pos, key_pos, value, rate, weights, out, stats, needs
-            )
-        return (
-            x if needs[0] else None,
-            y if needs[1] else None,
-            v if needs[2] else None,
-            r if needs[3] else None,
-            w if needs[4] else None,
-        )
+            grads = _plain_backward(grad_out, *inputs, *(records or (None, None)), needs)
+        return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
 apply_plain = direct.applier(Plain)
