@@ -27,7 +27,7 @@ INF = float("inf")
 
 
 def plain(op, inputs, backward):
-    """The three operators for plain tensors; backward: its arguments but for grad_out, from out and records."""
+    """The three operators for plain tensors; backward: its arguments after grad_out, from out and records."""
     kept = getattr(ops, f"{op}_plain_forward")(*inputs)
     return {
         f"{op}_plain": inputs,

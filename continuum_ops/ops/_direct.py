@@ -20,7 +20,7 @@ from ._library import LIBRARY
 KERNELS = extension()[0] is not None
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 # Elements of query times those of key up to which what a backward reads of its forward takes as long to make
-# and to keep, about 1 us, as to compute again: the backward does so, to the same bits. bench/bench_overhead.py.
+# and keep, about 1 us, as to compute again: the backward does so, to the same bits.
 CHEAP = 2**18
 WIDE = frozenset((torch.float32, torch.float64))  # dtypes that are computed in
 # What a kernel, or a look at an argument of another kind, raises. Not every Exception: checkpointing

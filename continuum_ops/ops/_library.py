@@ -49,8 +49,8 @@ LIBRARY.define(f"continuum_attention_plain({_PLAIN}, {_DEFAULTS}) -> Tensor")
 LIBRARY.define(f"continuum_attention_plain_forward({_PLAIN}, {_DEFAULTS}) -> (Tensor out, Tensor stats)")
 # The backward of each computes again what it is not given of the forward's results.
 LIBRARY.define(
-    f"continuum_attention_plain_backward(Tensor grad_out, {_PLAIN}, Tensor? out, Tensor? stats, float? scale, "
-    "bool is_causal, bool weights_grad) "
+    f"continuum_attention_plain_backward(Tensor grad_out, {_PLAIN}, Tensor? out, Tensor? stats, "
+    "float? scale, bool is_causal, bool weights_grad) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_weights)"
 )
 # Most users hold weights, positions and rate constant: their gradients are computed only if wanted, and

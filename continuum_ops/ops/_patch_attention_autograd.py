@@ -76,10 +76,17 @@ def _fake_gradients(x: Inputs, needs: list[bool]) -> tuple[Tensor, ...]:
     )
 
 
-def _prepared(*args: Any) -> Inputs:
+def _prepared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    size: int,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    second: int = 0,
+    third: int = 0,
+) -> Inputs:
     """The arguments of the operators for plain tensors, as the others have them."""
-    query, key, value, size, *options = args
-    weights, scale, second, third = (*options, *(None, None, 0, 0)[len(options) :])
     grid = query.shape[1:-2]
     patch_size = [size, second or size, third or size][: len(grid)]
     if weights is not None:
@@ -145,7 +152,7 @@ class Plain(torch.autograd.Function):
         value: Tensor,
         size: int,
         weights: Tensor | None = None,
-        *options: Any,  # scale, sizes of the other axes; left out, as every argument takes time, where not needed
+        *options: Any,  # scale, sizes of the other axes; left out, as every argument takes time, where none
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
             out = plain_op(query, key, value, size, weights, *options)

@@ -163,7 +163,9 @@ class Plain(torch.autograd.Function):
             results = (out, stats[..., 0], stats)  # the kernel does not read lse
             x = _with_batch(*inputs).tensors()
             grads = _backward_op(grad_out, None, *x, *results, None, None, list(needs))
-            grads = [g.reshape(t.shape) if need else g for g, t, need in zip(grads, inputs, needs, strict=True)]
+            grads = [
+                g.reshape(t.shape) if need else g for g, t, need in zip(grads, inputs, needs, strict=True)
+            ]
         else:
             grads = _plain_backward(grad_out, *inputs, *(records or (None, None)), needs)
         return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
