@@ -321,7 +321,10 @@ Arguments arguments(const Tensor& query_pos, const Tensor& key_pos, const Tensor
 // As users pass them: (N, d) and (M, d), or (B, N, d) and (B, M, d), then (B, M, C) or (B, H, M, C), (H,), (M,) or (B, M).
 Arguments plain_arguments(const Tensor& query_pos, const Tensor& key_pos, const Tensor& value, const Tensor& rate,
                           const std::optional<Tensor>& weights) {
-  auto batched = [](const Tensor& t, int64_t dims) { return View(t, t.dim() < dims ? 0 : -1); };
+  auto batched = [&](const Tensor& t, int64_t dims) {
+    STD_TORCH_CHECK(t.dim() < dims || t.size(0) == value.size(0), "positions and weights: for all samples, or as many as value has");
+    return View(t, t.dim() < dims ? 0 : -1);
+  };
   return {batched(query_pos, 3), batched(key_pos, 3), View(value, value.dim() == 3 ? 1 : -1), View(rate),
           weights ? std::optional(batched(*weights, 2)) : std::nullopt, std::nullopt, nullptr, value};
 }
