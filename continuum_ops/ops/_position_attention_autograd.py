@@ -168,7 +168,14 @@ class Plain(torch.autograd.Function):
             ]
         else:
             grads = _plain_backward(grad_out, *inputs, *(records or (None, None)), needs)
-        return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+        x_grad, y_grad, v_grad, r_grad, w_grad = grads  # not a loop, which takes 1 us
+        return (
+            x_grad if needs[0] else None,
+            y_grad if needs[1] else None,
+            v_grad if needs[2] else None,
+            r_grad if needs[3] else None,
+            w_grad if needs[4] else None,
+        )
 
 
 apply_plain = direct.applier(Plain)
