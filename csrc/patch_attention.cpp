@@ -149,16 +149,9 @@ template <class T> class Problem {
       const int64_t group = t % groups, rb = t / groups % row_blocks, part = t / groups / row_blocks % count, i = t / groups / row_blocks / count;
       const int64_t begin = rb * ROW_BLOCK, end = std::min(begin + ROW_BLOCK, rows_now);
       const int64_t first = chunks * part / count * step, last = std::min(chunks * (part + 1) / count * step, points);
-      // Heads inside: neighbours in memory are read one after the other.
-      const int64_t first_head = heads * group / groups, last_head = heads * (group + 1) / groups;
-      for (int64_t at = first; at < last; at += step) {
-        for (int64_t h = first_head; h < last_head; ++h) {
-          T* c = parts.data.get() + part * elements + (i * heads + h) * head + begin * padded;
-          const int64_t upto = std::min(at + step, last);
-          const PatchNext next = h + 1 < last_head ? PatchNext{h + 1, at, upto} : PatchNext{first_head, upto, std::min(upto + step, last)};
-          kernels.scores(a, s + i, h, p + begin, p + end, at, upto, at > first, c, next, scratch);
-        }
-      }
+      T* c = parts.data.get() + part * elements + i * heads * head + begin * padded;
+      const PatchPart now{heads * group / groups, heads * (group + 1) / groups, p + begin, p + end, first, last, head};
+      kernels.scores(a, s + i, now, c, scratch);
     });
     return parts;
   }
@@ -179,10 +172,14 @@ template <class T> class Problem {
   // Rows [0, row_count) of a.matrix, which are the patches row_offset + row of a.to, for the samples [s, s_end).
   void mix(PatchMix a, int64_t s, int64_t s_end, int64_t row_offset, int64_t row_count) const {
     a.dtype = dtype, a.points = points, a.heads = heads, a.first = s;
-    const int64_t step = kernels.chunk_points(a.from.channels), chunks = ceil_div(points, step), blocks = ceil_div(row_count, ROW_BLOCK);
-    run_tasks((s_end - s) * blocks * chunks, double(s_end - s) * heads * row_count * a.depth * points * a.from.channels,
+    const int64_t chunks = ceil_div(points, kernels.chunk_points(a.from.channels)), blocks = ceil_div(row_count, ROW_BLOCK);
+    const int64_t run = std::max<int64_t>(1, std::min(MIX_RUN, (s_end - s) * blocks * chunks / (2 * TASKS)));
+    const int64_t step = run * kernels.chunk_points(a.from.channels), runs = ceil_div(points, step);
+    const double size = a.wide ? sizeof(T) : double(element_size(x.query.scalar_type()));
+    a.stream = !a.add && double(s_end - s) * heads * row_count * points * a.from.channels * size >= STREAM;
+    run_tasks((s_end - s) * blocks * runs, double(s_end - s) * heads * row_count * a.depth * points * a.from.channels,
               kernels.mix_scratch(dtype), [&](int64_t t, void* scratch) {
-      const int64_t at = t % chunks * step, begin = t / chunks % blocks * ROW_BLOCK, i = t / chunks / blocks;
+      const int64_t at = t % runs * step, begin = t / runs % blocks * ROW_BLOCK, i = t / runs / blocks;
       kernels.mix(a, s + i, row_offset, begin, std::min(begin + ROW_BLOCK, row_count), at, std::min(at + step, points), scratch);
     });
   }
@@ -195,6 +192,7 @@ template <class T> class Problem {
 
  private:
   static constexpr int64_t TASKS = 16, HEAD_GROUPS = 4;
+  static constexpr double STREAM = 1 << 24;  // bytes of an output that is written past the caches
   int64_t limit_;
 
   void look_at_weights() {

@@ -27,9 +27,10 @@ struct PatchScores {
   bool hide;             // a weight is 0: what is not finite in columns does not meet rows of weight 0
 };
 
-// The points and the head that the next call of scores will read; no points if there is none.
-struct PatchNext {
-  int64_t head = 0, point_begin = 0, point_end = 0;
+// What a call of scores sums: heads, rows (at most ROW_BLOCK), points.
+struct PatchPart {
+  int64_t head_begin, head_end, row_begin, row_end, point_begin, point_end;
+  int64_t head_stride;  // of the scores
 };
 
 struct PatchMix {
@@ -41,6 +42,7 @@ struct PatchMix {
   PatchOperand from, to;
   bool wide;             // `to` has the accumulation type, else from's
   bool add;              // to what is there
+  bool stream;           // `to` is more than caches hold: past them
   bool hide;             // rows of from that are not finite count as 0
   PatchOperand from_weights;  // multiply from; data is null without
   // Multiply `to`, and the gradient of the weights: sum over heads and channels of (mixed before weights) . query.
@@ -67,18 +69,17 @@ struct PatchAttentionKernels {
   int64_t (*chunk_points)(int64_t channels);  // points that are worked on together
   size_t (*scores_scratch)(DType);
   size_t (*mix_scratch)(DType);
-  // Rows [row_begin, row_end), at most ROW_BLOCK, for the points [point_begin, point_end) of sample b and head h, written to c
-  // (rows, padded), or added if asked.
-  void (*scores)(const PatchScores&, int64_t b, int64_t h, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
-                 bool add, void* c, const PatchNext& next, void* scratch);
+  // The sums over the points of a part of sample b, head h and row p at c[h * head_stride + (p - row_begin) * padded].
+  void (*scores)(const PatchScores&, int64_t b, const PatchPart&, void* c, void* scratch);
   void (*softmax)(DType, const PatchRows&, int64_t row_begin, int64_t row_end);
   void (*softmax_backward)(DType, const PatchRows&, int64_t row_begin, int64_t row_end);
-  // Rows [row_begin, row_end), at most ROW_BLOCK, of the matrix, which are the patches row_offset + row of `to`.
+  // Rows [row_begin, row_end), at most ROW_BLOCK, of the matrix, which are the patches row_offset + row of `to`, for points that are at
+  // most MIX_RUN chunks.
   void (*mix)(const PatchMix&, int64_t b, int64_t row_offset, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
               void* scratch);
 };
 
-constexpr int64_t ROW_BLOCK = 192;
+constexpr int64_t ROW_BLOCK = 192, MIX_RUN = 4;
 
 namespace avx512 { extern const PatchAttentionKernels patch_attention; }
 namespace avx2 { extern const PatchAttentionKernels patch_attention; }

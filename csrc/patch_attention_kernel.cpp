@@ -1,8 +1,10 @@
 // Patch attention on one core for one instruction set: compiled once per CO_ISA_*.
 //
 // Both products pack a few points of all patches from the grid into scratch that the caches hold, widened to the accumulation type and
-// weighted on the way, and multiply from there, R rows x 2 vectors of sums in registers. Sums over the points of a patch are cut into
-// DEPTH terms, sums over patches into MIX_DEPTH: always in the same order, and with less rounding than one long sum.
+// weighted on the way, and multiply from there, some rows x 2 vectors of sums in registers. While one piece is multiplied the next one
+// is asked for and packed, a little after each tile: a patch is a short run in each of many pages, often at distances that share few
+// sets of a cache, where what is asked for long before is gone when it is needed. Sums over the points of a patch are cut into DEPTH
+// terms, sums over patches into MIX_DEPTH: always in the same order, and with less rounding than one long sum.
 #include "patch_attention.h"
 #include "simd.h"
 
@@ -14,16 +16,17 @@ constexpr int64_t SPACING = DEPTH + 16;  // of packed rows: no multiple of a pag
 constexpr int64_t COLUMN_BLOCK = 192;
 constexpr int64_t MIX_DEPTH = 256;
 constexpr int64_t MIX_SPACING = MIX_DEPTH + 16;
-constexpr int64_t AHEAD = 10;  // patches whose points are fetched in advance: a patch is a short run in each of many pages
+constexpr int64_t PACE = 16;   // terms between two requests for memory: more at once than a core keeps track of would stall it
+constexpr int64_t AHEAD = 4;   // patches asked for in advance where nothing is multiplied meanwhile
 constexpr double LOG2E = 1.4426950408889634074;
 
 template <class T> struct Tiles {
 #if defined(CO_ISA_avx512)
-  static constexpr int R = 12;
+  static constexpr int LEAST = 12, MOST = 14;  // rows of a tile
 #else
-  static constexpr int R = 6;
+  static constexpr int LEAST = 5, MOST = 6;
 #endif
-  static constexpr int64_t L = lanes<T>, PANEL = 2 * L;
+  static constexpr int64_t L = lanes<T>, PANEL = 2 * L, GROUP = PANEL < 8 ? PANEL : 8;  // columns that are transposed together
 };
 
 CO_INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
@@ -40,11 +43,10 @@ template <class T> struct Arena {
 };
 
 template <class T> size_t scores_scratch_of() {
-  constexpr int64_t P = Tiles<T>::PANEL;
-  return size_t((ROW_BLOCK + P) * SPACING + round_up(COLUMN_BLOCK, P) * DEPTH) * sizeof(T) + 256;
+  return size_t(2 * ROW_BLOCK * SPACING + Tiles<T>::GROUP * SPACING + 2 * round_up(COLUMN_BLOCK, Tiles<T>::PANEL) * DEPTH) * sizeof(T) + 320;
 }
 template <class T> size_t mix_scratch_of() {
-  return size_t((MIX_DEPTH + ROW_BLOCK + 2) * panel_columns<T>() + ROW_BLOCK * (DEPTH + MIX_SPACING)) * sizeof(T) + 448;
+  return size_t((2 * MIX_DEPTH + ROW_BLOCK + 1) * panel_columns<T>() + ROW_BLOCK * (MIX_RUN * DEPTH + MIX_SPACING)) * sizeof(T) + 384;
 }
 
 // A few points and channels of a patch.
@@ -60,47 +62,87 @@ template <class T> CO_INLINE const T* weights_of(const PatchOperand& w, int64_t 
   return w.data ? static_cast<const T*>(w.data) + b * w.batch + w.patch[p] : nullptr;
 }
 
-// Asks for the first lines of a point's channels.
-template <bool WRITE, class S> CO_INLINE void prefetch_point(const S* point, int64_t channels) {
-  const char *at = reinterpret_cast<const char*>(point), *end = reinterpret_cast<const char*>(point + channels);
-  for (; at < end; at += 64) __builtin_prefetch(at, WRITE ? 1 : 0, 3);
+// Asks for the lines of a point's channels.
+template <bool WRITE> CO_INLINE void prefetch_point(const char* at, int64_t bytes) {
+  for (const char* end = at + bytes; at < end; at += 64) __builtin_prefetch(at, WRITE ? 1 : 0, 3);
 }
 
-// Asks for what the next call reads, a few points at a time while this one multiplies: all at once would wait for memory.
-template <class S> class Ahead {
+// Asks for a piece of the patches [0, end) of an operand, a few points at a time.
+class Ahead {
  public:
   Ahead() = default;
-  // The points of patches [p, p_end).
-  Ahead(const PatchOperand& o, int64_t b, int64_t h, int64_t p, int64_t p_end, int64_t x_begin, int64_t x_end)
-      : patch_(o.patch), point_(o.point), from_(static_cast<const S*>(o.data) + b * o.batch + h * o.head), p_(p),
-        p_end_(o.channel == 1 && x_begin < x_end ? p_end : p), x_(x_begin), x_begin_(x_begin), x_end_(x_end), channels_(smaller(o.channels, DEPTH)) {}
-  int64_t left() const { return (p_end_ - p_) * (x_end_ - x_begin_); }
-  __attribute__((always_inline)) int64_t ask(int64_t count) {
-    for (; count > 0 && p_ < p_end_; --count) {
-      const char *at = reinterpret_cast<const char*>(from_ + patch_[p_] + point_[x_]), *end = at + channels_ * int64_t(sizeof(S));
-      for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);  // the first cache would not hold them
-      if (++x_ == x_end_) x_ = x_begin_, ++p_;
+  Ahead(const PatchOperand& o, int64_t element, int64_t b, int64_t h, int64_t first, int64_t count, const Piece& at)
+      : from_(static_cast<const char*>(o.data) + (b * o.batch + h * o.head + at.c_begin) * element), patch_(o.patch + first),
+        point_(o.point + at.x_begin), element_(element), bytes_(at.channels() * element), points_(at.x_end - at.x_begin),
+        count_(o.channel == 1 ? count : 0) {}
+  // At most `count` points, up to patch `end`; returns what is left of count.
+  __attribute__((always_inline)) int64_t ask(int64_t count, int64_t end) {
+    end = smaller(end, count_);
+    for (; count > 0 && p_ < end; --count) {
+      prefetch_point<false>(from_ + (patch_[p_] + point_[x_]) * element_, bytes_);
+      if (++x_ == points_) x_ = 0, ++p_;
     }
     return count;
   }
 
  private:
+  const char* from_ = nullptr;
   const int64_t *patch_ = nullptr, *point_ = nullptr;
-  const S* from_ = nullptr;
-  int64_t p_ = 0, p_end_ = 0, x_ = 0, x_begin_ = 0, x_end_ = 0, channels_ = 0;
+  int64_t element_ = 0, bytes_ = 0, points_ = 0, count_ = 0, p_ = 0, x_ = 0;
 };
+
+// What is fetched while tiles multiply: `units` patches, first those of rows, then those of columns, evenly over the tiles.
+class Pace {
+ public:
+  Ahead rows, columns;
+  Pace() = default;
+  Pace(int64_t row_units, int64_t units, int64_t points, int64_t tiles, int64_t depth)
+      : row_units_(row_units), units_(units), tiles_(larger<int64_t>(tiles, 1)) {
+    const int64_t slots = larger<int64_t>(depth / PACE, 1) * larger<int64_t>(tiles_ - 1, 1);
+    share_ = (units * points + slots - 1) / slots;
+  }
+  // In a tile.
+  __attribute__((always_inline)) void ask() { columns.ask(rows.ask(share_, smaller(asked_, row_units_)), asked_ - row_units_); }
+  // Before a tile.
+  void start_tile(int64_t depth) {
+    packed_ = asked_, ++tile_;
+    asked_ = tile_ + 1 < tiles_ ? units_ * tile_ / (tiles_ - 1) : units_;
+    if (depth < PACE) ask();
+  }
+  // After a tile: units to have been packed.
+  int64_t ready() const { return tile_ < tiles_ ? packed_ : units_; }
+  void no_tiles(int64_t end) {
+    share_ = units_ << 20, asked_ = smaller(end, units_);
+    ask();
+  }
+  int64_t units() const { return units_; }
+
+ private:
+  int64_t row_units_ = 0, units_ = 0, tiles_ = 1, share_ = 0, tile_ = 0, asked_ = 0, packed_ = 0;
+};
+
+// Whether points are whole vectors of T.
+template <class T, class S> CO_INLINE bool vectors_of(const PatchOperand& o, const Piece& at) {
+  return o.channel == 1 && sizeof(S) == sizeof(T) && at.channels() % lanes<T> == 0;
+}
 
 // Row p of a piece, widened, to[0 .. size): times weights (0 where the weight is, whatever stands there), and 0 at points that are not
 // finite if they are to be hidden; returns whether there was one.
 template <class T, class S>
-CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, int64_t last, const Piece& at, const T* weights, const int64_t* weight_point,
+CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, const Piece& at, const T* weights, const int64_t* weight_point,
                         bool hide, T* to) {
   const S* from = static_cast<const S*>(o.data) + b * o.batch + h * o.head + o.patch[p];
-  const int64_t channels = at.channels(), ahead = o.patch[smaller(p + AHEAD, last)] - o.patch[p];
+  const int64_t channels = at.channels();
+  if (vectors_of<T, S>(o, at) && !weights && !hide) {
+    for (int64_t x = at.x_begin; x < at.x_end; ++x) {
+      const T* point = reinterpret_cast<const T*>(from + o.point[x] + at.c_begin);
+      for (int64_t c = 0; c < channels; c += lanes<T>, to += lanes<T>) store_unaligned(to, load_unaligned(point + c));
+    }
+    return false;
+  }
   bool hidden = false;
   for (int64_t x = at.x_begin; x < at.x_end; ++x, to += channels) {
     const S* point = from + o.point[x] + at.c_begin * o.channel;
-    if (o.channel == 1) prefetch_point<false>(point + ahead, channels);
     T w = 1;
     if (weights) {
       w = weights[weight_point[x]];
@@ -109,7 +151,7 @@ CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, 
         continue;
       }
     }
-    if (o.channel == 1 && sizeof(S) == sizeof(T) && channels % lanes<T> == 0) {
+    if (vectors_of<T, S>(o, at)) {
       const T* same = reinterpret_cast<const T*>(point);
       const Vec<T> factor = broadcast(w);
       for (int64_t c = 0; c < channels; c += lanes<T>) store_unaligned(to + c, load_unaligned(same + c) * factor);
@@ -130,38 +172,62 @@ CO_INLINE bool load_row(const PatchOperand& o, int64_t b, int64_t h, int64_t p, 
   return hidden;
 }
 
-template <class T, int R, int C>
-CO_INLINE void score_tile(const T* rows, const T* panel, int64_t depth, bool add, T* c, int64_t ldc) {
-  constexpr int64_t L = lanes<T>;
+// ---- tiles -------------------------------------------------------------------------------------------------------------
+// to[r, i] = or += sum over x < depth of rows[r, x] panel[x, i]
+template <class T, int R, int C, int SPACING>
+__attribute__((noinline)) void tile(const T* rows, const T* panel, int64_t depth, bool add, T* to, int64_t ldt, Pace& pace) {
+  constexpr int64_t L = lanes<T>, P = Tiles<T>::PANEL;
   Vec<T> acc[R][C];
   CO_UNROLL
   for (int r = 0; r < R; ++r) {
     CO_UNROLL
     for (int i = 0; i < C; ++i) acc[r][i] = Vec<T>{};
   }
-  multiply_spaced_rows<T, R, C, int(SPACING)>(acc, rows, panel, Tiles<T>::PANEL, depth);
+  int64_t x = 0;
+  for (; x + PACE <= depth; x += PACE) {
+    multiply_spaced_rows<T, R, C, SPACING>(acc, rows + x, panel + x * P, P, PACE);
+    pace.ask();
+  }
+  multiply_spaced_rows<T, R, C, SPACING>(acc, rows + x, panel + x * P, P, depth - x);
   CO_UNROLL
   for (int r = 0; r < R; ++r) {
     CO_UNROLL
     for (int i = 0; i < C; ++i) {
-      T* at = c + r * ldc + i * L;
+      T* at = to + r * ldt + i * L;
       store(at, add ? load(at) + acc[r][i] : acc[r][i]);
     }
   }
 }
 
-template <class T, int C, class F>
-CO_INLINE void score_panel(const T* rows, int64_t count, const T* panel, int64_t depth, bool add, T* c, int64_t ldc, F between) {
-  constexpr int R = Tiles<T>::R;
-  int64_t r = 0;
-  for (; r + R <= count; r += R) {
-    score_tile<T, R, C>(rows + r * SPACING, panel, depth, add, c + r * ldc, ldc);
-    between();
+// Tiles of equal height as far as possible: one of a row or two would take the time of several.
+template <class T> struct RowTiles {
+  int64_t count, tiles, least, taller;  // the first `taller` tiles have a row more
+  explicit RowTiles(int64_t rows) : count(rows), tiles((rows + Tiles<T>::MOST - 1) / Tiles<T>::MOST) {
+    least = tiles > 0 ? rows / tiles : 0, taller = tiles > 0 ? rows % tiles : 0;
+    if (least >= Tiles<T>::LEAST) return;
+    least = 0, tiles = rows / FULL + rows % FULL / 4 + rows % FULL % 4;
   }
-  for (; r + 4 <= count; r += 4) score_tile<T, 4, C>(rows + r * SPACING, panel, depth, add, c + r * ldc, ldc);
-  for (; r < count; ++r) score_tile<T, 1, C>(rows + r * SPACING, panel, depth, add, c + r * ldc, ldc);
+  int64_t rows_at(int64_t r, int64_t index) const {
+    if (least > 0) return least + (index < taller);
+    return count - r >= FULL ? FULL : count - r >= 4 ? 4 : 1;
+  }
+
+ private:
+  static constexpr int64_t FULL = Tiles<T>::MOST / 6 * 6;  // a multiple of 4 or nearly, for few rows
+};
+
+template <class T, int C, int SPACING>
+void tile_of(int64_t height, const T* rows, const T* panel, int64_t depth, bool add, T* to, int64_t ldt, Pace& pace) {
+  constexpr int LEAST = Tiles<T>::LEAST, MOST = Tiles<T>::MOST;
+  pace.start_tile(depth);
+  if (height == MOST) tile<T, MOST, C, SPACING>(rows, panel, depth, add, to, ldt, pace);
+  else if (height == MOST - 1) tile<T, MOST - 1, C, SPACING>(rows, panel, depth, add, to, ldt, pace);
+  else if (height == LEAST) tile<T, LEAST, C, SPACING>(rows, panel, depth, add, to, ldt, pace);
+  else if (height == 4) tile<T, 4, C, SPACING>(rows, panel, depth, add, to, ldt, pace);
+  else tile<T, 1, C, SPACING>(rows, panel, depth, add, to, ldt, pace);
 }
 
+// ---- scores ------------------------------------------------------------------------------------------------------------
 // What is not finite in the columns makes the scores of the rows that see it NaN.
 template <class T, class S>
 void mark_hidden(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64_t row_end, int64_t j, const Piece& at, T* c) {
@@ -177,55 +243,106 @@ void mark_hidden(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, 
   }
 }
 
-template <class T, class S>
-void scores(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
-            bool add, T* c, const PatchNext& next, void* scratch) {
+// The pieces of a call, one after the other, and their packing.
+template <class T, class S> struct ScorePieces {
+  static constexpr int64_t P = Tiles<T>::PANEL, GROUP = Tiles<T>::GROUP, WIDTH = lanes<T> < GROUP ? GROUP : lanes<T>;
+  struct Packed {
+    int64_t h, x, channel, block;
+    Piece at;
+    int64_t columns;
+    T *rows, *panels;
+    bool hidden;
+  };
+  const PatchScores& a;
+  const PatchPart& part;
+  const int64_t b, step, count;
+  T *rows[2], *panels[2], *strip;
+
+  bool fill(Packed& p) const {
+    p.at = {p.x, smaller(p.x + step, part.point_end), p.channel, smaller(p.channel + DEPTH, a.row.channels)};
+    p.columns = smaller(a.keys - p.block, COLUMN_BLOCK), p.hidden = false;
+    return true;
+  }
+  bool next(Packed& p) const {
+    p.panels = p.panels == panels[0] ? panels[1] : panels[0];
+    if ((p.block += COLUMN_BLOCK) < a.keys) return fill(p);
+    p.rows = p.rows == rows[0] ? rows[1] : rows[0], p.block = 0;
+    if ((p.channel += DEPTH) < a.row.channels) return fill(p);
+    p.channel = 0;
+    if (++p.h < part.head_end) return fill(p);
+    p.h = part.head_begin, p.x += step;
+    return p.x < part.point_end && fill(p);
+  }
+  Pace pace(const Packed& p, int64_t tiles, int64_t depth) const {
+    const int64_t row_units = p.block == 0 ? count : 0;
+    Pace pace(row_units, row_units + round_up(p.columns, WIDTH), p.at.x_end - p.at.x_begin, tiles, depth);
+    pace.rows = Ahead(a.row, sizeof(S), b, p.h, part.row_begin, count, p.at);
+    pace.columns = Ahead(a.column, sizeof(S), b, p.h, p.block, p.columns, p.at);
+    return pace;
+  }
+  void pack(Packed& p, int64_t unit, int64_t end) const {
+    const int64_t row_units = p.block == 0 ? count : 0, depth = p.at.size();
+    for (; unit < smaller(end, row_units); ++unit) {
+      const int64_t row = part.row_begin + unit;
+      load_row<T, S>(a.row, b, p.h, row, p.at, weights_of<T>(a.weights, b, row), a.weights.point, false, p.rows + unit * SPACING);
+    }
+    for (; unit < end; ++unit) {
+      const int64_t j = unit - row_units;
+      T* to = strip + j % GROUP * SPACING;
+      if (j < p.columns) {
+        p.hidden |= load_row<T, S>(a.column, b, p.h, p.block + j, p.at, nullptr, nullptr, a.hide, to);
+      } else {
+        for (int64_t i = 0; i < depth; ++i) to[i] = 0;
+      }
+      if (j % GROUP == GROUP - 1) transpose<GROUP, P>(strip, SPACING, depth, p.panels + j / P * P * DEPTH + j % P / GROUP * GROUP);
+    }
+  }
+};
+
+template <class T, class S> void scores(const PatchScores& a, int64_t b, const PatchPart& part, T* c, void* scratch) {
   constexpr int64_t P = Tiles<T>::PANEL, L = lanes<T>;
-  Arena<T> arena{static_cast<char*>(scratch)};
-  T* rows = arena.take(ROW_BLOCK * SPACING);
-  T* strip = arena.take(P * SPACING);
-  T* panels = arena.take(round_up(COLUMN_BLOCK, P) * DEPTH);
-  const int64_t channels = a.row.channels, step = chunk_points(channels), count = row_end - row_begin;
-  if (channels == 0 || point_begin == point_end) {
-    for (int64_t i = 0; !add && i < count * a.padded; ++i) c[i] = 0;
+  const int64_t count = part.row_end - part.row_begin;
+  if (a.row.channels == 0 || part.point_begin == part.point_end) {
+    for (int64_t h = part.head_begin; h < part.head_end; ++h) {
+      for (int64_t i = 0; i < count * a.padded; ++i) c[h * part.head_stride + i] = 0;
+    }
     return;
   }
-  Ahead<S> next_rows(a.row, b, next.head, row_begin, row_end, next.point_begin, next.point_end);
-  Ahead<S> next_columns(a.column, b, next.head, 0, a.keys, next.point_begin, next.point_end);
-  const int64_t tiles = larger<int64_t>(count / Tiles<T>::R, 1) * ((a.keys + P - 1) / P) * ((channels + DEPTH - 1) / DEPTH);
-  const int64_t share = (next_rows.left() + next_columns.left() + tiles - 1) / larger<int64_t>(tiles, 1);
-  auto between = [&] { next_columns.ask(next_rows.ask(share)); };
-  for (int64_t x = point_begin; x < point_end; x += step) {
-    for (int64_t channel = 0; channel < channels; channel += DEPTH) {
-      const Piece at{x, smaller(x + step, point_end), channel, smaller(channel + DEPTH, channels)};
-      const int64_t depth = at.size();
-      for (int64_t p = row_begin; p < row_end; ++p) {
-        load_row<T, S>(a.row, b, h, p, row_end - 1, at, weights_of<T>(a.weights, b, p), a.weights.point, false, rows + (p - row_begin) * SPACING);
+  if (a.keys == 0 || count == 0 || part.head_begin == part.head_end) return;
+  Arena<T> arena{static_cast<char*>(scratch)};
+  ScorePieces<T, S> pieces{a, part, b, chunk_points(a.row.channels), count, {}, {}, nullptr};
+  for (T*& p : pieces.rows) p = arena.take(ROW_BLOCK * SPACING);
+  for (T*& p : pieces.panels) p = arena.take(round_up(COLUMN_BLOCK, P) * DEPTH);
+  pieces.strip = arena.take(Tiles<T>::GROUP * SPACING);
+  const RowTiles<T> heights(count);
+  typename ScorePieces<T, S>::Packed now{part.head_begin, part.point_begin, 0, 0, {}, 0, pieces.rows[0], pieces.panels[0], false};
+  pieces.fill(now);
+  {
+    Pace first = pieces.pace(now, 1, 0);
+    for (int64_t unit = 0; unit < first.units(); ++unit) first.no_tiles(unit + AHEAD), pieces.pack(now, unit, unit + 1);
+  }
+  for (bool more = true; more;) {
+    auto next = now;
+    more = pieces.next(next);
+    const int64_t depth = now.at.size(), panels = (now.columns + P - 1) / P;
+    Pace pace = more ? pieces.pace(next, panels * heights.tiles, depth) : Pace();
+    T* to = c + now.h * part.head_stride + now.block;
+    const bool add = now.x > part.point_begin || now.channel > 0;
+    int64_t packed = 0;
+    for (int64_t r = 0, i = 0, height; r < count; r += height, ++i) {
+      height = heights.rows_at(r, i);
+      const T* rows = now.rows + r * SPACING;
+      for (int64_t j = 0; j < now.columns; j += P) {
+        const T* panel = now.panels + j * DEPTH;
+        if (now.columns - j > L) tile_of<T, 2, int(SPACING)>(height, rows, panel, depth, add, to + r * a.padded + j, a.padded, pace);
+        else tile_of<T, 1, int(SPACING)>(height, rows, panel, depth, add, to + r * a.padded + j, a.padded, pace);
+        pieces.pack(next, packed, pace.ready()), packed = pace.ready();
       }
-      for (int64_t block = 0; block < a.keys; block += COLUMN_BLOCK) {
-        const int64_t end = smaller(block + COLUMN_BLOCK, a.keys);
-        bool hidden = false;
-        for (int64_t j = block; j < end; j += P) {
-          T* panel = panels + (j - block) * DEPTH;
-          for (int64_t l = 0; l < P; ++l) {
-            T* row = strip + l * SPACING;
-            if (j + l >= end) {
-              for (int64_t i = 0; i < depth; ++i) row[i] = 0;
-            } else {
-              hidden |= load_row<T, S>(a.column, b, h, j + l, a.keys - 1, at, nullptr, nullptr, a.hide, row);
-            }
-          }
-          transpose<P>(strip, SPACING, depth, panel);
-        }
-        for (int64_t j = block; j < end; j += P) {
-          const T* panel = panels + (j - block) * DEPTH;
-          if (end - j > L) score_panel<T, 2>(rows, count, panel, depth, add, c + j, a.padded, between);
-          else score_panel<T, 1>(rows, count, panel, depth, add, c + j, a.padded, between);
-        }
-        for (int64_t j = block; hidden && j < end; ++j) mark_hidden<T, S>(a, b, h, row_begin, row_end, j, at, c);
-      }
-      add = true;
     }
+    for (int64_t j = 0; now.hidden && j < now.columns; ++j) {
+      mark_hidden<T, S>(a, b, now.h, part.row_begin, part.row_end, now.block + j, now.at, to - now.block);
+    }
+    now = next;
   }
 }
 
@@ -295,47 +412,23 @@ template <class T> void softmax_backward(const PatchRows& a, int64_t row_begin, 
 }
 
 // ---- mixing ------------------------------------------------------------------------------------------------------------
-template <class T, int R, int C>
-CO_INLINE void mix_tile(const T* rows, const T* panel, int64_t depth, bool add, T* to, int64_t ldt) {
-  constexpr int64_t L = lanes<T>;
-  Vec<T> acc[R][C];
-  CO_UNROLL
-  for (int r = 0; r < R; ++r) {
-    CO_UNROLL
-    for (int i = 0; i < C; ++i) acc[r][i] = Vec<T>{};
-  }
-  multiply_spaced_rows<T, R, C, int(MIX_SPACING)>(acc, rows, panel, Tiles<T>::PANEL, depth);
-  CO_UNROLL
-  for (int r = 0; r < R; ++r) {
-    CO_UNROLL
-    for (int i = 0; i < C; ++i) {
-      T* at = to + r * ldt + i * L;
-      store(at, add ? load(at) + acc[r][i] : acc[r][i]);
-    }
-  }
+template <class T, class D> CO_INLINE D* point_of(const PatchMix& a, int64_t b, int64_t h, int64_t p, int64_t x, int64_t channel) {
+  return static_cast<D*>(a.to.data) + b * a.to.batch + h * a.to.head + a.to.patch[p] + a.to.point[x] + channel;  // contiguous channels
 }
 
-template <class T, int C, class F>
-CO_INLINE void mix_panel(const T* rows, int64_t count, const T* panel, int64_t depth, bool add, T* to, int64_t ldt, F between) {
-  constexpr int R = Tiles<T>::R;
-  constexpr int64_t S = MIX_SPACING;
-  int64_t r = 0;
-  for (; r + R <= count; r += R) {
-    mix_tile<T, R, C>(rows + r * S, panel, depth, add, to + r * ldt, ldt);
-    between();
-  }
-  for (; r + 4 <= count; r += 4) mix_tile<T, 4, C>(rows + r * S, panel, depth, add, to + r * ldt, ldt);
-  for (; r < count; ++r) mix_tile<T, 1, C>(rows + r * S, panel, depth, add, to + r * ldt, ldt);
-}
-
-template <class T, class D>
-CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, int64_t last, const Piece& at, const T* from) {
-  D* to = static_cast<D*>(a.to.data) + b * a.to.batch + h * a.to.head + a.to.patch[p];
+template <class T, class D> CO_INLINE void store_row(const PatchMix& a, int64_t b, int64_t h, int64_t p, const Piece& at, const T* from) {
   const T* weights = weights_of<T>(a.to_weights, b, p);
-  const int64_t channels = at.channels(), ahead = a.to.patch[smaller(p + AHEAD, last)] - a.to.patch[p];
+  const int64_t channels = at.channels();
+  if (a.stream && !weights && vectors_of<T, D>(a.to, at) && channels * sizeof(T) % 64 == 0 &&
+      reinterpret_cast<uintptr_t>(point_of<T, D>(a, b, h, p, at.x_begin, at.c_begin)) % 64 == 0) {
+    for (int64_t x = at.x_begin; x < at.x_end; ++x) {
+      T* point = reinterpret_cast<T*>(point_of<T, D>(a, b, h, p, x, at.c_begin));
+      for (int64_t c = 0; c < channels; c += lanes<T>, from += lanes<T>) stream(point + c, load_unaligned(from));
+    }
+    return;
+  }
   for (int64_t x = at.x_begin; x < at.x_end; ++x, from += channels) {
-    D* point = to + a.to.point[x] + at.c_begin;  // contiguous channels
-    prefetch_point<true>(point + ahead, channels);
+    D* point = point_of<T, D>(a, b, h, p, x, at.c_begin);
     const T w = weights ? weights[a.to_weights.point[x]] : T(1);
     if (w == T(0)) {
       for (int64_t c = 0; c < channels && !a.add; ++c) narrow(T(0), point + c);
@@ -362,70 +455,140 @@ void add_weights_gradient(const PatchMix& a, int64_t b, int64_t h, int64_t p, co
   }
 }
 
+// The pieces of a call, one after the other, and their packing.
+template <class T, class S> struct MixPieces {
+  static constexpr int64_t P = Tiles<T>::PANEL, L = lanes<T>;
+  struct Packed {
+    int64_t h, x, channel, begin;
+    Piece at;
+    int64_t depth;
+    T* panels;
+  };
+  const PatchMix& a;
+  const int64_t b, point_begin, point_end, step;
+  T *panels[2], *row;
+
+  bool fill(Packed& p) const {
+    p.at = {p.x, smaller(p.x + step, point_end), p.channel, smaller(p.channel + DEPTH, a.from.channels)};
+    p.depth = smaller(a.depth - p.begin, MIX_DEPTH);
+    return true;
+  }
+  bool next(Packed& p) const {
+    p.panels = p.panels == panels[0] ? panels[1] : panels[0];
+    if ((p.begin += MIX_DEPTH) < a.depth) return fill(p);
+    p.begin = 0;
+    if ((p.channel += DEPTH) < a.from.channels) return fill(p);
+    p.channel = 0;
+    if ((p.x += step) < point_end) return fill(p);
+    p.x = point_begin;
+    return ++p.h < a.heads && fill(p);
+  }
+  Pace pace(const Packed& p, int64_t tiles, int64_t depth) const {
+    Pace pace(p.depth, p.depth, p.at.x_end - p.at.x_begin, tiles, depth);
+    pace.rows = Ahead(a.from, sizeof(S), b, p.h, p.begin, p.depth, p.at);
+    return pace;
+  }
+  void pack(const Packed& p, int64_t unit, int64_t end) const {
+    if (unit >= end) return;
+    const int64_t columns = p.at.size();
+    if (vectors_of<T, S>(a.from, p.at) && columns % P == 0 && !a.from_weights.data && !a.hide) {
+      const T* from = static_cast<const T*>(a.from.data) + b * a.from.batch + p.h * a.from.head + p.at.c_begin;
+      for (; unit < end; ++unit) {
+        const T* patch = from + a.from.patch[p.begin + unit];
+        T* to = p.panels + unit * P;
+        for (int64_t x = p.at.x_begin, i = 0; x < p.at.x_end; ++x) {
+          for (int64_t c = 0; c < p.at.channels(); c += L, i += L) {
+            store(to + i % P, load_unaligned(patch + a.from.point[x] + c));
+            if (i % P == P - L) to += p.depth * P;
+          }
+        }
+      }
+      return;
+    }
+    for (int64_t i = columns; i < round_up(columns, P); ++i) row[i] = 0;
+    for (; unit < end; ++unit) {
+      const int64_t j = p.begin + unit;
+      load_row<T, S>(a.from, b, p.h, j, p.at, weights_of<T>(a.from_weights, b, j), a.from_weights.point, a.hide, row);
+      for (int64_t i = 0; i < columns; i += P) {
+        T* to = p.panels + i * p.depth + unit * P;
+        store(to, load(row + i));
+        store(to + L, load(row + i + L));
+      }
+    }
+  }
+};
+
 template <class T, class S>
 void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
          void* scratch) {
   constexpr int64_t P = Tiles<T>::PANEL, L = lanes<T>;
-  const int64_t width = panel_columns<T>(), channels = a.from.channels, step = chunk_points(channels), count = row_end - row_begin;
+  const int64_t width = panel_columns<T>(), channels = a.from.channels, count = row_end - row_begin, points = point_end - point_begin;
+  if (channels == 0 || count == 0 || points == 0 || a.heads == 0) return;
   Arena<T> arena{static_cast<char*>(scratch)};
-  T* panels = arena.take(MIX_DEPTH * width);
+  MixPieces<T, S> pieces{a, b, point_begin, point_end, chunk_points(channels), {}, nullptr};
+  for (T*& p : pieces.panels) p = arena.take(MIX_DEPTH * width);
+  pieces.row = arena.take(width);
   T* mixed = arena.take(ROW_BLOCK * width);
-  T* row = arena.take(2 * width);
-  T* weights_sum = arena.take(ROW_BLOCK * DEPTH);
+  T* weights_sum = arena.take(ROW_BLOCK * MIX_RUN * DEPTH);
   T* rows = arena.take(ROW_BLOCK * MIX_SPACING);
-  for (int64_t x = point_begin; x < point_end; x += step) {
-    const int64_t x_end = smaller(x + step, point_end), points = x_end - x;
-    if (a.weights_gradient.data) {
-      for (int64_t i = 0; i < count * points; ++i) weights_sum[i] = 0;
+  for (int64_t i = 0; a.weights_gradient.data && i < count * points; ++i) weights_sum[i] = 0;
+  const RowTiles<T> heights(count);
+  typename MixPieces<T, S>::Packed now{0, point_begin, 0, 0, {}, 0, pieces.panels[0]};
+  pieces.fill(now);
+  {
+    Pace first = pieces.pace(now, 1, 0);
+    for (int64_t unit = 0; unit < first.units(); ++unit) first.no_tiles(unit + AHEAD), pieces.pack(now, unit, unit + 1);
+  }
+  const T* copied = nullptr;
+  for (bool more = true; more;) {
+    auto next = now;
+    more = pieces.next(next);
+    const T* matrix = static_cast<const T*>(a.matrix) + ((b - a.first) * a.heads + now.h) * a.head_stride + row_begin * a.depth + now.begin;
+    if (matrix != copied) {
+      for (int64_t r = 0; r < count; ++r) __builtin_memcpy(rows + r * MIX_SPACING, matrix + r * a.depth, now.depth * sizeof(T));
+      copied = matrix;
     }
-    for (int64_t h = 0; h < a.heads; ++h) {
-      const T* matrix = static_cast<const T*>(a.matrix) + ((b - a.first) * a.heads + h) * a.head_stride + row_begin * a.depth;
-      for (int64_t channel = 0; channel < channels; channel += DEPTH) {
-        const Piece at{x, x_end, channel, smaller(channel + DEPTH, channels)};
-        const int64_t columns = at.size(), padded = round_up(columns, P);
-        for (int64_t i = columns; i < padded; ++i) row[i] = 0;
-        Ahead<S> next;  // head of these points
-        if (h + 1 < a.heads && channel == 0) next = Ahead<S>(a.from, b, h + 1, 0, a.depth, x, x_end);
-        const int64_t tiles = larger<int64_t>(count / Tiles<T>::R, 1) * (padded / P) * ((a.depth + MIX_DEPTH - 1) / MIX_DEPTH);
-        const int64_t share = (next.left() + tiles - 1) / larger<int64_t>(tiles, 1);
-        auto between = [&] { next.ask(share); };
-        for (int64_t begin = 0; begin < a.depth; begin += MIX_DEPTH) {
-          const int64_t depth = smaller(a.depth - begin, MIX_DEPTH);
-          for (int64_t r = 0; r < count; ++r) __builtin_memcpy(rows + r * MIX_SPACING, matrix + r * a.depth + begin, depth * sizeof(T));
-          for (int64_t j = 0; j < depth; ++j) {
-            load_row<T, S>(a.from, b, h, begin + j, a.depth - 1, at, weights_of<T>(a.from_weights, b, begin + j), a.from_weights.point, a.hide, row);
-            for (int64_t i = 0; i < columns; i += P) {
-              T* to = panels + i * depth + j * P;
-              store(to, load(row + i));
-              store(to + L, load(row + i + L));
-            }
-          }
-          for (int64_t i = 0; i < columns; i += P) {
-            const T* panel = panels + i * depth;
-            if (columns - i > L) mix_panel<T, 2>(rows, count, panel, depth, begin > 0, mixed + i, width, between);
-            else mix_panel<T, 1>(rows, count, panel, depth, begin > 0, mixed + i, width, between);
+    const int64_t columns = now.at.size(), depth = now.depth, panels = (columns + P - 1) / P;
+    const bool last = now.begin + depth >= a.depth;
+    Pace pace = more ? pieces.pace(next, panels * heights.tiles, depth) : Pace();
+    int64_t packed = 0;
+    for (int64_t r = 0, i = 0, height; r < count; r += height, ++i) {
+      height = heights.rows_at(r, i);
+      Piece done{now.at.x_begin, now.at.x_begin, now.at.c_begin, now.at.c_end};  // points that the next tile completes
+      for (int64_t j = 0; j < columns; j += P) {
+        done.x_begin = done.x_end;
+        done.x_end = now.at.x_begin + smaller(j + P, columns) / now.at.channels();
+        for (int64_t k = r; last && !a.stream && k < r + height; ++k) {
+          for (int64_t x = done.x_begin; x < done.x_end; ++x) {
+            const int64_t p = row_offset + row_begin + k, n = now.at.channels();
+            if (a.wide) prefetch_point<true>(reinterpret_cast<const char*>(point_of<T, T>(a, b, now.h, p, x, done.c_begin)), n * sizeof(T));
+            else prefetch_point<true>(reinterpret_cast<const char*>(point_of<T, S>(a, b, now.h, p, x, done.c_begin)), n * sizeof(S));
           }
         }
-        if (a.depth == 0) {
-          for (int64_t i = 0; i < count * width; ++i) mixed[i] = 0;
+        const T* panel = now.panels + j * depth;
+        T* to = mixed + r * width;
+        if (columns - j > L) tile_of<T, 2, int(MIX_SPACING)>(height, rows + r * MIX_SPACING, panel, depth, now.begin > 0, to + j, width, pace);
+        else tile_of<T, 1, int(MIX_SPACING)>(height, rows + r * MIX_SPACING, panel, depth, now.begin > 0, to + j, width, pace);
+        to += (done.x_begin - now.at.x_begin) * now.at.channels();
+        for (int64_t k = r; last && done.x_begin < done.x_end && k < r + height; ++k, to += width) {
+          const int64_t p = row_offset + row_begin + k;
+          if (a.weights_gradient.data) add_weights_gradient<T, S>(a, b, now.h, p, done, to, weights_sum + k * points + done.x_begin - point_begin);
+          if (a.wide) store_row<T, T>(a, b, now.h, p, done, to);
+          else store_row<T, S>(a, b, now.h, p, done, to);
         }
-        for (int64_t r = 0; r < count; ++r) {
-          const int64_t p = row_offset + row_begin + r;
-          if (a.weights_gradient.data) add_weights_gradient<T, S>(a, b, h, p, at, mixed + r * width, weights_sum + r * points);
-          const int64_t last = row_offset + row_end - 1;
-          if (a.wide) store_row<T, T>(a, b, h, p, last, at, mixed + r * width);
-          else store_row<T, S>(a, b, h, p, last, at, mixed + r * width);
-        }
+        pieces.pack(next, packed, pace.ready()), packed = pace.ready();
       }
     }
-    for (int64_t r = 0; a.weights_gradient.data && r < count; ++r) {
-      const int64_t p = row_offset + row_begin + r;
-      const T* w = weights_of<T>(a.to_weights, b, p);
-      T* to = static_cast<T*>(a.weights_gradient.data) + b * a.weights_gradient.batch + a.weights_gradient.patch[p];
-      for (int64_t i = 0; i < points; ++i) {
-        const bool dead = w[a.to_weights.point[x + i]] == T(0);
-        to[a.weights_gradient.point[x + i]] = dead ? T(0) : weights_sum[r * points + i];
-      }
+    now = next;
+  }
+  if (a.stream) finish_streams();
+  for (int64_t r = 0; a.weights_gradient.data && r < count; ++r) {
+    const int64_t p = row_offset + row_begin + r;
+    const T* w = weights_of<T>(a.to_weights, b, p);
+    T* to = static_cast<T*>(a.weights_gradient.data) + b * a.weights_gradient.batch + a.weights_gradient.patch[p];
+    for (int64_t i = 0; i < points; ++i) {
+      const bool dead = w[a.to_weights.point[point_begin + i]] == T(0);
+      to[a.weights_gradient.point[point_begin + i]] = dead ? T(0) : weights_sum[r * points + i];
     }
   }
 }
@@ -445,11 +608,10 @@ int64_t padded_of(DType t, int64_t keys) { return round_up(keys, t == DType::flo
 size_t scores_scratch(DType t) { return t == DType::float64 ? scores_scratch_of<double>() : scores_scratch_of<float>(); }
 size_t mix_scratch(DType t) { return t == DType::float64 ? mix_scratch_of<double>() : mix_scratch_of<float>(); }
 
-void scores_any(const PatchScores& a, int64_t b, int64_t h, int64_t row_begin, int64_t row_end, int64_t point_begin, int64_t point_end,
-                bool add, void* c, const PatchNext& next, void* scratch) {
+void scores_any(const PatchScores& a, int64_t b, const PatchPart& part, void* c, void* scratch) {
   by_dtype(a.dtype, [&](auto t, auto s) {
     using T = typename decltype(t)::type;
-    scores<T, typename decltype(s)::type>(a, b, h, row_begin, row_end, point_begin, point_end, add, static_cast<T*>(c), next, scratch);
+    scores<T, typename decltype(s)::type>(a, b, part, static_cast<T*>(c), scratch);
   });
 }
 void softmax_any(DType t, const PatchRows& a, int64_t begin, int64_t end) {

@@ -53,6 +53,19 @@ template <class T> CO_INLINE void store_unaligned(T* p, Vec<T> x) {
   *reinterpret_cast<typename VectorTypes<T>::Unaligned*>(p) = x;
 }
 template <class T> CO_INLINE Vec<T> broadcast(T x) { return x - Vec<T>{}; }
+// Aligned stores past the caches: others see them after finish_streams().
+#if defined(CO_ISA_avx512)
+CO_INLINE void stream(float* p, Vec<float> x) { _mm512_stream_ps(p, x); }
+CO_INLINE void stream(double* p, Vec<double> x) { _mm512_stream_pd(p, x); }
+CO_INLINE void finish_streams() { _mm_sfence(); }
+#elif defined(CO_ISA_avx2)
+CO_INLINE void stream(float* p, Vec<float> x) { _mm256_stream_ps(p, x); }
+CO_INLINE void stream(double* p, Vec<double> x) { _mm256_stream_pd(p, x); }
+CO_INLINE void finish_streams() { _mm_sfence(); }
+#else
+template <class T> CO_INLINE void stream(T* p, Vec<T> x) { store(p, x); }
+CO_INLINE void finish_streams() {}
+#endif
 template <class To, class From> CO_INLINE To bits(From x) {
   static_assert(sizeof(To) == sizeof(From));
   To y;
@@ -223,19 +236,19 @@ CO_INLINE void transpose_8x8(const float* from, int64_t ldf, float* to, int64_t 
 }
 #endif
 
-// to[x * WIDTH + l] = from[l * spacing + x] for l < WIDTH, a multiple of 8
-template <int64_t WIDTH, class T> CO_INLINE void transpose(const T* from, int64_t spacing, int64_t depth, T* to) {
+// to[x * LDT + l] = from[l * spacing + x] for l < WIDTH, which is a multiple of 8 or small
+template <int64_t WIDTH, int64_t LDT = WIDTH, class T> CO_INLINE void transpose(const T* from, int64_t spacing, int64_t depth, T* to) {
   int64_t x = 0;
 #if defined(CO_ISA_avx512) || defined(CO_ISA_avx2)
   if constexpr (sizeof(T) == 4) {
     for (; x + 8 <= depth; x += 8) {
-      for (int64_t l = 0; l < WIDTH; l += 8) transpose_8x8(from + l * spacing + x, spacing, to + x * WIDTH + l, WIDTH);
+      for (int64_t l = 0; l < WIDTH; l += 8) transpose_8x8(from + l * spacing + x, spacing, to + x * LDT + l, LDT);
     }
   }
 #endif
   for (; x < depth; ++x) {
     CO_UNROLL
-    for (int64_t l = 0; l < WIDTH; ++l) to[x * WIDTH + l] = from[l * spacing + x];
+    for (int64_t l = 0; l < WIDTH; ++l) to[x * LDT + l] = from[l * spacing + x];
   }
 }
 
