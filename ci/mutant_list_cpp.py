@@ -17,7 +17,7 @@ SHARED = {
     "csrc/simd.h": [
         (
             "transposition: end of a strip",
-            "to[x * WIDTH + l] = from[l * spacing + §x§];",
+            "to[x * LDT + l] = from[l * spacing + §x§];",
             "0",
             PATCH.format("feature or values"),
         ),

@@ -111,7 +111,7 @@ class Pace {
   }
   // After a tile: units to have been packed.
   int64_t ready() const { return tile_ < tiles_ ? packed_ : units_; }
-  void no_tiles(int64_t end) {
+  void ask_to(int64_t end) {
     share_ = units_ << 20, asked_ = smaller(end, units_);
     ask();
   }
@@ -199,7 +199,7 @@ __attribute__((noinline)) void tile(const T* rows, const T* panel, int64_t depth
   }
 }
 
-// Tiles of equal height as far as possible: one of a row or two would take the time of several.
+// Rows cut into tiles of nearly equal height: one of a single row at the end would wait for itself.
 template <class T> struct RowTiles {
   int64_t count, tiles, least, taller;  // the first `taller` tiles have a row more
   explicit RowTiles(int64_t rows) : count(rows), tiles((rows + Tiles<T>::MOST - 1) / Tiles<T>::MOST) {
@@ -213,7 +213,7 @@ template <class T> struct RowTiles {
   }
 
  private:
-  static constexpr int64_t FULL = Tiles<T>::MOST / 6 * 6;  // a multiple of 4 or nearly, for few rows
+  static constexpr int64_t FULL = Tiles<T>::MOST / 6 * 6;  // where the rows are too few for that
 };
 
 template <class T, int C, int SPACING>
@@ -319,7 +319,7 @@ template <class T, class S> void scores(const PatchScores& a, int64_t b, const P
   pieces.fill(now);
   {
     Pace first = pieces.pace(now, 1, 0);
-    for (int64_t unit = 0; unit < first.units(); ++unit) first.no_tiles(unit + AHEAD), pieces.pack(now, unit, unit + 1);
+    for (int64_t unit = 0; unit < first.units(); ++unit) first.ask_to(unit + AHEAD), pieces.pack(now, unit, unit + 1);
   }
   for (bool more = true; more;) {
     auto next = now;
@@ -537,7 +537,7 @@ void mix(const PatchMix& a, int64_t b, int64_t row_offset, int64_t row_begin, in
   pieces.fill(now);
   {
     Pace first = pieces.pace(now, 1, 0);
-    for (int64_t unit = 0; unit < first.units(); ++unit) first.no_tiles(unit + AHEAD), pieces.pack(now, unit, unit + 1);
+    for (int64_t unit = 0; unit < first.units(); ++unit) first.ask_to(unit + AHEAD), pieces.pack(now, unit, unit + 1);
   }
   const T* copied = nullptr;
   for (bool more = true; more;) {

@@ -61,6 +61,28 @@ def test_many_patches_one_patch_and_patches_of_one_point(path_of_patches, grid, 
     check(scene(grid, batch=1, d=16, weights="grid"), patch, scale=0.3)
 
 
+def test_counts_of_patches_around_every_tile(isa):
+    """Each count from 1 to 84 is one of tiles of every height; the counts of keys go through all widths."""
+    for rows in [*range(1, 85), 193]:
+        keys, dv = 1 + 5 * rows % 67, 1 + rows % 19
+        dtype = torch.float32 if rows % 4 else torch.float64
+        check(scene((2 * rows,), (2 * keys,), batch=1, heads=1, d=3, dv=dv, dtype=dtype, weights="grid"), 2)
+
+
+@pytest.mark.parametrize("heads, channels", [(8, 16), (16, 8)])
+def test_outputs_larger_than_caches(isa, heads, channels):
+    """16 MiB, of lines that one head fills or shares, many points in a task; against float64 autograd."""
+    tensors = scene((256, 128), batch=1, heads=heads, d=channels, weights="grid")
+    sizes, scale = (128, 64), 1e-4
+    grad_out, grad_lse = patch_helpers.cotangents(tensors[0], tensors[2], sizes)
+    got = patch_helpers.run(patch_helpers.attend, tensors, sizes, grad_out, grad_lse, scale=scale)
+    long = [t.double() for t in (*tensors, grad_out, grad_lse)]
+    true = patch_helpers.run(patch_helpers.plain, long[:4], sizes, *long[4:], scale=scale)
+    assert got["out"].numel() * got["out"].element_size() == 2**24
+    for name, value in true.items():
+        assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_several_blocks_of_queries_sum_into_keys(dtype):
     """2209 x 2209 scores are beyond what is held at once."""
