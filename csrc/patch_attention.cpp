@@ -96,7 +96,7 @@ void check(const Arguments& x) {
   for (int64_t i = 0; i < axes; ++i) STD_TORCH_CHECK(x.weights->size(1 + i) == query[1 + i], "weights: query's grid");
 }
 
-// What forward and backward share: operands, sizes, and how the work is cut. No cut depends on the number of threads.
+// What forward and backward share: operands, sizes, and how the work is cut. No cut of a sum depends on the number of threads.
 template <class T> class Problem {
  public:
   const Arguments& x;
@@ -173,7 +173,9 @@ template <class T> class Problem {
   void mix(PatchMix a, int64_t s, int64_t s_end, int64_t row_offset, int64_t row_count) const {
     a.dtype = dtype, a.points = points, a.heads = heads, a.first = s;
     const int64_t chunks = ceil_div(points, kernels.chunk_points(a.from.channels)), blocks = ceil_div(row_count, ROW_BLOCK);
-    const int64_t run = std::max<int64_t>(1, std::min(MIX_RUN, (s_end - s) * blocks * chunks / (2 * TASKS)));
+    // Longer runs read the matrix less often. No sum goes across points: results do not depend on their length.
+    const int64_t enough = 8 * int64_t(torch::stable::get_num_threads());
+    const int64_t run = std::max<int64_t>(1, std::min(MIX_RUN, (s_end - s) * blocks * chunks / enough));
     const int64_t step = run * kernels.chunk_points(a.from.channels), runs = ceil_div(points, step);
     const double size = a.wide ? sizeof(T) : double(element_size(x.query.scalar_type()));
     a.stream = !a.add && double(s_end - s) * heads * row_count * points * a.from.channels * size >= STREAM;
