@@ -22,46 +22,16 @@ MESHES = {
             PATCH_EDGE.format("stride"),
         ),
         (
-            "patch: spaced rows of the first tile",
-            "const T* rows = §now.rows + r * SPACING§;",
-            "now.rows",
-            PATCH.format("values or many or feature"),
-        ),
-        (
-            "patch: scores of the last columns",
-            "else tile_of<T, 1, int(SPACING)>(height, rows, panel, depth, add, §to + r * a.padded + j§,",
-            "to + r * a.padded",
-            PATCH.format("counts"),
-        ),
-        (
             "patch: tiles of one height",
             "taller = tiles > 0 ? §rows % tiles§ : 0;",
             "0",
             PATCH.format("counts"),
         ),
         (
-            "patch: the next piece packed over this one",
-            "p.panels = §p.panels == panels[0] ? panels[1] : panels[0]§;\n    if ((p.block",
-            "panels[0]",
-            PATCH.format("feature or values or many"),
-        ),
-        (
             "patch: sums of the last piece",
             "store(at, §add ? load(at) + acc[r][i] : acc[r][i]§);",
             "acc[r][i]",
             PATCH.format("feature or values or many"),
-        ),
-        (
-            "patch: half of a panel of scores",
-            "if (§now.columns - j > L§) tile_of<T, 2, int(SPACING)>",
-            "now.columns - j > 2 * L",
-            PATCH.format("values or many"),
-        ),
-        (
-            "patch: NaN seen where the weight is 0",
-            "if (§!w || w[a.weights.point[x]] != T(0)§) c[",
-            "true",
-            PATCH_EDGE.format("key_is_seen"),
         ),
         (
             "patch: parts of the scores",
@@ -93,6 +63,40 @@ MESHES = {
             "-value",
             PATCH.format("values"),
         ),
+    ],
+    "csrc/patch_attention_scores.h": [
+        (
+            "patch: spaced rows of the first tile",
+            "const T* rows = §now.rows + r * SPACING§;",
+            "now.rows",
+            PATCH.format("values or many or feature"),
+        ),
+        (
+            "patch: scores of the last columns",
+            "else tile_of<T, 1, int(SPACING)>(height, rows, panel, depth, add, §to + r * a.padded + j§,",
+            "to + r * a.padded",
+            PATCH.format("counts"),
+        ),
+        (
+            "patch: the next piece packed over this one",
+            "p.panels = §p.panels == panels[0] ? panels[1] : panels[0]§;\n    if ((p.block",
+            "panels[0]",
+            PATCH.format("feature or values or many"),
+        ),
+        (
+            "patch: half of a panel of scores",
+            "if (§now.columns - j > L§) tile_of<T, 2, int(SPACING)>",
+            "now.columns - j > 2 * L",
+            PATCH.format("values or many"),
+        ),
+        (
+            "patch: NaN seen where the weight is 0",
+            "if (§!w || w[a.weights.point[x]] != T(0)§) c[",
+            "true",
+            PATCH_EDGE.format("key_is_seen"),
+        ),
+    ],
+    "csrc/patch_attention_mix.h": [
         (
             "patch: keys' gradient of the last block",
             "narrow(§T(widen(point[c])) + from[c] * w§, point + c);",

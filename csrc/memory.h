@@ -1,5 +1,9 @@
-// What is thrown where memory cannot be had: how much it was, and what needs less.
+// Memory: large pages, and what is thrown where there is none, how much it was and what needs less.
 #pragma once
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -25,6 +29,17 @@ class OutOfMemory : public std::runtime_error {
            " cannot be allocated; fewer batch entries, heads or queries in a call, or a narrower dtype, need less (docs/memory.md)";
   }
 };
+
+// Pages of 2 MiB for large new memory, where the system grants them on request: fresh pages of 4 KiB can cost as much time as what is
+// computed into them.
+inline void ask_for_large_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = uintptr_t(1) << 21;
+  if (bytes < int64_t(2 * page)) return;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(data), begin = (at + page - 1) / page * page, end = (at + uintptr_t(bytes)) / page * page;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // refused: things stay as they are
+#endif
+}
 
 // A vector of zeros.
 template <class T> std::vector<T> zeros_of(int64_t count) {

@@ -19,6 +19,7 @@ template <class T> class Buffer {
   Buffer() = default;
   explicit Buffer(int64_t count) : Buffer(size_t(count) * sizeof(T) + OVERHANG, nullptr) {
     if (!data_) throw OutOfMemory(double(count) * sizeof(T));
+    ask_for_large_pages(data_.get(), count * int64_t(sizeof(T)));
   }
   Buffer(int64_t count, T x) : Buffer(count) { std::fill_n(data_.get(), count, x); }
   T* get() const { return data_.get(); }

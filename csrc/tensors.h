@@ -6,10 +6,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -56,17 +52,6 @@ inline std::vector<int64_t> lead_offsets(const Tensor& t, int64_t trailing, cons
 
 inline int64_t element_size(ScalarType type) {
   return type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2;
-}
-
-// Pages of 2 MiB for large new memory, where the system grants them on request: fresh pages of 4 KiB can cost as much time as what is
-// computed into them.
-inline void ask_for_large_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t page = uintptr_t(1) << 21;
-  if (bytes < int64_t(2 * page)) return;
-  const uintptr_t at = reinterpret_cast<uintptr_t>(data), begin = (at + page - 1) / page * page, end = (at + uintptr_t(bytes)) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // refused: things stay as they are
-#endif
 }
 
 // A contiguous CPU tensor. torch::stable::new_empty looks its operator up by name, which costs more than a small problem.
