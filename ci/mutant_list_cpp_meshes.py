@@ -149,8 +149,8 @@ MESHES = {
     "csrc/patch_attention.cpp": [
         (
             "patch: shared weights of the next sample",
-            "operand.batch = §t.size(0) == 1 ? 0 : t.stride(0)§;",
-            "t.stride(0)",
+            "operand.batch = §sizes[0] == 1 ? 0 : strides[0]§;",
+            "strides[0]",
             PATCH.format("values or drawn"),
         ),
     ],
