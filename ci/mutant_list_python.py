@@ -4,6 +4,7 @@ file -> (name, text, replacement, tests); see mutants.py.
 """
 
 VALUES = "test_continuum_attention_cuda.py -k '{}'"
+PARTS = "test_continuum_attention_cuda_split.py -k '{}'"
 POSITION = "test_position_attention_triton.py -k interpreted"
 
 TRITON = {
@@ -37,6 +38,62 @@ TRITON = {
             "result = total * (tl.div_rn(1.0 + tl.zeros([QUERIES], tl.float32), divisor) * §dropout_scale§)",
             "1.0",
             VALUES.format("dropout_is"),
+        ),
+        (
+            "triton forward: blocks of another size are done",
+            "tl.cdiv(N, DONE) + first // §DONE§)",
+            "QUERIES",
+            PARTS.format("judged"),
+        ),
+        (
+            "triton forward: scale of value not undone",
+            "(tl.load(tops_base + BD + tl.arange(0, BDV))§ - TOP§)",
+            "",
+            PARTS.format("zeros"),
+        ),
+        (
+            "triton forward: margin in the sum",
+            "shift = before + §MARGIN§",
+            "0.0",
+            PARTS.format("small_gradients"),
+        ),
+    ],
+    "kernels/_continuum_attention_split.py": [
+        (
+            "triton split: probabilities of 11 bits",
+            "return hi, (x - §hi.to(tl.float32)§).to(tl.float16)",
+            "x",
+            PARTS.format("zeros"),
+        ),
+        (
+            "triton split: keys of 11 bits",
+            "lo = ((x - §hi§).to(tl.int32, bitcast=True)",
+            "x",
+            PARTS.format("zeros"),
+        ),
+        (
+            "triton split: keys of weight 0 are read",
+            "live = §load_bias(lead_base(bias, bias_strides, z0, z1), keys, M, True) != -INFINITY§",
+            "keys < M",
+            "test_continuum_attention_cuda_edge.py -k 'dead_keys_have and float32'",
+        ),
+        (
+            "triton split: values that are not finite",
+            "(tl.max(v_top, 0) < §128§)",
+            "129",
+            PARTS.format("not_finite and value"),
+        ),
+        (
+            "triton split: scores of any size",
+            "(largest <= 2.0**§14§)",
+            "60",
+            PARTS.format("additive_masks"),
+        ),
+        (
+            "triton split: rows of value of any size",
+            "LEAST = tl.constexpr(§-14§)",
+            "-100",
+            PARTS.format("small_rows"),
         ),
     ],
     "kernels/_continuum_attention_tiles.py": [

@@ -32,6 +32,16 @@ _TABLE_100 = {
     ("16 bit", 32): (Config(128, 64, 8, 3), *_TABLE["16 bit", 32][1:]),
     ("16 bit", 64): (Config(128, 64, 8, 3), *_TABLE["16 bit", 64][1:]),
 }
+# Forward, where float32 products are those of float16 parts. A multiple of the queries above.
+_SPLIT = {
+    32: Config(64, 128, 4, 2),
+    64: Config(64, 64, 4, 2),
+    128: Config(64, 32, 4, 2),
+    256: Config(16, 32, 4, 1),
+}
+_SPLIT_80 = {64: Config(64, 32, 4, 2), 128: Config(32, 32, 4, 2)}
+_SPLIT_100 = {64: Config(128, 64, 8, 2)}
+_SPLIT_DISTANCE = {32: Config(64, 64, 4, 2)}
 MAX_WIDTH = 256
 MIN_CAPABILITY = 80  # bfloat16 and TF32 products
 
@@ -41,3 +51,9 @@ def configs(dtype: torch.dtype, width: int, capability: int) -> tuple[Config, Co
     kind = "float32" if dtype == torch.float32 else "16 bit"
     entry = (kind, max(32, width))
     return _TABLE_100[entry] if capability >= 100 and entry in _TABLE_100 else _TABLE[entry]
+
+
+def split_config(width: int, capability: int, distance: bool) -> Config:
+    """The forward's configuration for float16 parts."""
+    own = _SPLIT_100 if capability >= 100 else _SPLIT_80 if capability < 90 else {}
+    return (_SPLIT | own | (_SPLIT_DISTANCE if distance else {}))[max(32, width)]

@@ -5,6 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._continuum_attention_split import (
+    TOP,
+    load_part,
+    part_rows,
+    scaled,
+    split,
+    split_as_tf32,
+    split_product,
+    split_query,
+)
 from ._continuum_attention_tiles import (
     INFINITY,
     LN_2,
@@ -102,9 +112,9 @@ def key_norms_kernel(
 
 @triton.jit
 def forward_tile(
-    total, denominator, shift, q, k_base, k_strides, v_base, v_strides, bias_base, mask_base, mask_strides,
-    x_base, x_strides, y_base, y_strides, rate, reach, period, queries, inside, start, M, seed, lead,
-    threshold, factor,
+    total, denominator, shift, q, q_low, k_base, k_strides, v_base, v_strides, bias_base, mask_base,
+    mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, inside, start, M, seed,
+    lead, threshold, factor,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NDIM: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, NEGATIVE: tl.constexpr, MARGIN: tl.constexpr,
     BOUNDED: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr,
@@ -118,8 +128,13 @@ def forward_tile(
         live = bias != -INFINITY
     elif EDGE:
         live = keys < M
-    k = load_rows(k_base, keys, live, k_strides, D, BD)
-    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if q_low is not None:
+        low = part_rows(M)
+        k, k_low = load_part(k_base, start, KEYS, BD), load_part(k_base + low * BD, start, KEYS, BD)
+        product = split_product(q, q_low, tl.trans(k), tl.trans(k_low))
+    else:
+        k = load_rows(k_base, keys, live, k_strides, D, BD)
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     squared = None
     if NDIM > 0:
         squared = squared_distance(
@@ -141,10 +156,17 @@ def forward_tile(
         denominator = denominator * rescale + tl.sum(p, 1)
     if seed is not None:
         p = tl.where(survivors(seed, lead, queries, start, threshold, KEYS, False), p, 0.0)
-    v = load_rows(v_base, keys, live, v_strides, DV, BDV)
-    if v.dtype == tl.float32:
+    if q_low is not None:
+        v, v_low = load_part(v_base, start, KEYS, BDV), load_part(v_base + low * BDV, start, KEYS, BDV)
+    else:
+        v = load_rows(v_base, keys, live, v_strides, DV, BDV)
+    if q_low is not None or v.dtype == tl.float32:
         # Summed outside the tensor cores, which round towards 0: over thousands of tiles that would show.
-        part = tl.dot(p, v, input_precision=PRECISION)
+        if q_low is not None:
+            p, p_low = split(p)
+            part = split_product(p, p_low, v, v_low)
+        else:
+            part = tl.dot(p, v, input_precision=PRECISION)
         if BOUNDED:  # noqa: SIM108
             total = total + part
         else:
@@ -160,20 +182,36 @@ def forward_tile(
 def forward_kernel(
     query, q_strides, key, k_strides, value, v_strides, bias, bias_strides, largest, largest_strides,
     mask, mask_strides, query_pos, x_strides, key_pos, y_strides, rate_pointer, rate_strides,
-    radius, radius_strides, period, seed_pointer, norms, out, lse, stats, Z1, N, M, first_lead, threshold,
-    factor, dropout_scale,
+    radius, radius_strides, period, seed_pointer, norms, tops, tops_strides, least, least_strides, done,
+    out, lse, stats, Z1, N, M, first_lead, threshold, factor, dropout_scale,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NDIM: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, NEGATIVE: tl.constexpr, MARGIN: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    DONE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    """With tops, key and value are the parts of split_kernel, and done tells the blocks of queries that they
+    served; with done alone those blocks, of DONE queries each, are left as they are."""
     blocks = tl.cdiv(N, QUERIES)
     pid = tl.program_id(0)
     z, first = pid // blocks, (pid % blocks) * QUERIES
     z0, z1 = z // Z1, z % Z1
+    if done is not None and tops is None:  # noqa: SIM102, known when compiled, and not
+        if tl.load(done + z.to(tl.int64) * tl.cdiv(N, DONE) + first // DONE) != 0:
+            return
     queries = first + tl.arange(0, QUERIES)
     inside = queries < N
     k_base, v_base = lead_base(key, k_strides, z0, z1), lead_base(value, v_strides, z0, z1)
     q = load_rows(lead_base(query, q_strides, z0, z1), queries, inside, q_strides, D, BD)
+    q_low = None
+    if tops is not None:
+        tops_base = lead_base(tops, tops_strides, z0, z1)
+        q, factor, served = split_query(
+            q, tops_base, lead_base(least, least_strides, z0, z1), factor, BD, BDV
+        )
+        tl.store(done + pid, served.to(tl.int8))
+        if not served:
+            return
+        q, q_low = split_as_tf32(q)
+        factor = factor[:, None]
     lead = first_lead + z.to(tl.int64)
     seed = None
     if seed_pointer is not None:
@@ -214,12 +252,10 @@ def forward_kernel(
             shift = tl.zeros([QUERIES], tl.float32)
             for start in range(0, full, KEYS):
                 total, denominator, shift = forward_tile(
-                    total, denominator, shift, q, k_base, k_strides, v_base, v_strides, bias_base, mask_base,
-                    mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries,
-                    inside, start,
-                    M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE,
-                    MARGIN,
-                    True, False, KEYS,
+                    total, denominator, shift, q, q_low, k_base, k_strides, v_base, v_strides, bias_base,
+                    mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period,
+                    queries, inside, start, M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION,
+                    CAUSAL, NEGATIVE, MARGIN, True, False, KEYS,
                 )  # fmt: skip
             begin = full
         else:
@@ -228,17 +264,17 @@ def forward_kernel(
         begin = full * 0
     for start in range(begin, full, KEYS):
         total, denominator, shift = forward_tile(
-            total, denominator, shift, q, k_base, k_strides, v_base, v_strides, bias_base, mask_base,
-            mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, inside, start,
-            M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE, MARGIN,
-            False, False, KEYS,
+            total, denominator, shift, q, q_low, k_base, k_strides, v_base, v_strides, bias_base,
+            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries,
+            inside, start, M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL,
+            NEGATIVE, MARGIN, False, False, KEYS,
         )  # fmt: skip
     for start in range(full, end, KEYS):
         total, denominator, shift = forward_tile(
-            total, denominator, shift, q, k_base, k_strides, v_base, v_strides, bias_base, mask_base,
-            mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries, inside, start,
-            M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL, NEGATIVE, MARGIN,
-            False, True, KEYS,
+            total, denominator, shift, q, q_low, k_base, k_strides, v_base, v_strides, bias_base,
+            mask_base, mask_strides, x_base, x_strides, y_base, y_strides, rate, reach, period, queries,
+            inside, start, M, seed, lead, threshold, factor, D, BD, DV, BDV, NDIM, PRECISION, CAUSAL,
+            NEGATIVE, MARGIN, False, True, KEYS,
         )  # fmt: skip
 
     # No score above -inf (and none NaN): nothing to attend to.
@@ -248,6 +284,8 @@ def forward_kernel(
     empty = denominator == 0.0
     divisor = tl.where(empty, 1.0, denominator)
     result = total * (tl.div_rn(1.0 + tl.zeros([QUERIES], tl.float32), divisor) * dropout_scale)[:, None]
+    if tops is not None:
+        result = scaled(result, (tl.load(tops_base + BD + tl.arange(0, BDV)) - TOP)[None, :])
     rows = z.to(tl.int64) * N + queries
     store_rows(out, rows, inside, tl.where(empty[:, None], 0.0, result), DV, BDV)
     shift = tl.where(empty, 0.0, shift)
@@ -255,5 +293,10 @@ def forward_kernel(
     if largest is not None:
         log2_sum += tl.load(lead_base(largest, largest_strides, z0, z1))
     tl.store(lse + rows, tl.where(empty, -INFINITY, (log2_sum * LN_2).to(tl.float32)), mask=inside)
+    if tops is not None:
+        # The backward kernels divide by the sum: 2^MARGIN in it would cost digits of small gradients.
+        before = shift
+        shift = before + MARGIN
+        denominator = denominator * tl.exp2(before - shift)
     tl.store(stats + rows * 2, shift, mask=inside)
     tl.store(stats + rows * 2 + 1, denominator, mask=inside)

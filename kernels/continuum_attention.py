@@ -18,8 +18,9 @@ import triton
 from torch import Tensor
 
 from ._continuum_attention_backward import over_keys_kernel, over_queries_kernel, rows_kernel
-from ._continuum_attention_configs import MAX_WIDTH, MIN_CAPABILITY, Config, configs
+from ._continuum_attention_configs import MAX_WIDTH, MIN_CAPABILITY, Config, configs, split_config
 from ._continuum_attention_forward import forward_kernel, key_norms_kernel, log2_weights_kernel
+from ._continuum_attention_split import PART_BLOCK, exponents_kernel, split_kernel
 
 __all__ = ["backward", "forward", "serves"]
 
@@ -29,6 +30,10 @@ BOUNDED_FROM = 2**22
 MIN_BIAS, MIN_BIAS_CAUSAL = -80.0, -20.0
 FP16_MARGIN = 12.0
 NORMS_BLOCK = 256
+# Fewer scores than this, of all leads, are not worth the launches that split keys and values.
+SPLIT_FROM = 2**26
+SPLIT_MARGIN = 15.0  # probabilities as float16 parts, up to 2^15
+SPLIT_NUMBERS = 4096  # of key and of value in a program that splits them
 
 
 class Inputs(NamedTuple):
@@ -188,11 +193,13 @@ class _Options(NamedTuple):
     dropout_scale: float
     factor: float
     configs: tuple[Config, Config, Config]
+    split: Config
 
 
 def _options(x: Inputs) -> _Options:
     width, value_width = x.query.shape[-1], x.value.shape[-1]
     padded = {"D": width, "BD": _padded(width), "DV": value_width, "BDV": _padded(value_width)}
+    widest = max(padded["BD"], padded["BDV"])
     padded |= {
         "NDIM": 0 if x.query_pos is None else x.query_pos.shape[-1],
         "PRECISION": _precision(x.query.dtype),
@@ -205,7 +212,8 @@ def _options(x: Inputs) -> _Options:
         int(x.dropout_p * 2.0**32),
         1.0 / (1.0 - x.dropout_p) if x.dropout_p < 1.0 else 0.0,
         abs(x.scale) * math.log2(math.e),
-        configs(x.query.dtype, max(padded["BD"], padded["BDV"]), capability(x.query)),
+        configs(x.query.dtype, widest, capability(x.query)),
+        split_config(widest, capability(x.query), padded["NDIM"] > 0),
     )
 
 
@@ -228,6 +236,41 @@ def _key_norms(key: Tensor, bias: Tensor | None, is_causal: bool, padded: dict[s
         MIN_BIAS_CAUSAL if is_causal else MIN_BIAS, padded["D"], padded["BD"], NORMS_BLOCK,
     )  # fmt: skip
     return norms.amax(-1)
+
+
+def _split(x: Inputs, bias: Tensor | None, padded: dict[str, Any]) -> list[Tensor | None]:
+    """float16 parts of key and value (*L, 2 rows, width), their exponents (*L, 1, widths) and that of the
+    smallest row of value (*L), sizes 1 where all leads share them; see _continuum_attention_split.py."""
+    key, value = _distinct(x.key, 2), _distinct(x.value, 2)
+    assert key is not None and value is not None
+    given = [key.shape[:-2], value.shape[:-2]] + ([] if bias is None else [bias.shape[:-1]])
+    leads, keys = torch.broadcast_shapes(*given), x.key.shape[-2]
+    widths = padded["BD"], padded["BDV"]
+    padded_keys = triton.cdiv(keys, PART_BLOCK.value) * PART_BLOCK.value
+    block = min(PART_BLOCK.value, SPLIT_NUMBERS // max(widths))
+    chunks = padded_keys // block
+    tops = key.new_empty((*leads, chunks, sum(widths)), dtype=torch.int32)
+    least = key.new_empty((*leads, chunks), dtype=torch.int32)
+    shape = {name: padded[name] for name in ("D", "BD", "DV", "BDV")} | {"BLOCK": block}
+    for _, (k, v, b, tops_) in _slices(leads, [key, value, bias, tops], [2, 2, 1, 2]):
+        assert k is not None and v is not None and tops_ is not None
+        z0, z1 = tops_.shape[:2]
+        exponents_kernel[(z0 * z1 * chunks,)](
+            k, _strides(k), v, _strides(v), b, _strides(b), tops_, chunks, z1, keys, **shape, num_warps=8
+        )
+    tops = tops.amax(-2, keepdim=True)
+    k_parts, v_parts = (
+        key.new_empty((*leads, 2 * padded_keys, width), dtype=torch.float16) for width in widths
+    )
+    for _, (k, v, b, *views) in _slices(
+        leads, [key, value, bias, tops, k_parts, v_parts, least], [2, 2, 1, 2, 2, 2, 1]
+    ):
+        assert k is not None and v is not None and views[0] is not None
+        z0, z1 = views[0].shape[:2]
+        split_kernel[(z0 * z1 * chunks,)](
+            k, _strides(k), v, _strides(v), b, _strides(b), *views, chunks, z1, keys, **shape, num_warps=8
+        )
+    return [k_parts, v_parts, tops, least.amin(-1)]
 
 
 def _tensors(x: Inputs, bias: Tensor | None, mask: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
@@ -261,19 +304,36 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     # fp16 holds no probability of 2^40.
     plain = mask is None and x.query_pos is None and x.query.dtype != torch.float16
     bounded = plain and rows * keys >= BOUNDED_FROM
-    config = o.configs[0]
-    for first, views in _slices(leads, [*tensors, largest, out, lse, stats], [*trailing, 1, 2, 1, 2]):
-        q, k, v, b, m, xp, yp, rate, radius, top, out_, lse_, stats_ = views
+    parts: list[Tensor | None] = [None] * 4
+    if o.padded["PRECISION"] == "tf32x3" and math.prod(leads) * rows * keys >= SPLIT_FROM:
+        bounded, parts = False, _split(x, bias, o.padded)
+    split, config = o.split, o.configs[0]
+    margin = FP16_MARGIN if x.query.dtype == torch.float16 else 0.0
+    for first, views in _slices(
+        leads, [*tensors, *parts, largest, out, lse, stats], [*trailing, 2, 2, 2, 0, 1, 2, 1, 2]
+    ):
+        q, k, v, b, m, xp, yp, rate, radius, k_parts, v_parts, tops, least, top, out_, lse_, stats_ = views
         assert q is not None and k is not None
         norms = _key_norms(k, b, x.is_causal, o.padded) if bounded else None
         z0, z1 = q.shape[:2]
-        forward_kernel[(triton.cdiv(rows, config.queries) * z0 * z1,)](
-            q, _strides(q), k, _strides(k), v, _strides(v), b, _strides(b), top, _strides(top), m,
-            _strides(m),
+        terms = (
+            b, _strides(b), top, _strides(top), m, _strides(m),
             xp, _strides(xp), yp, _strides(yp), rate, _strides(rate), radius, _strides(radius), o.period,
-            x.seed, norms,
-            out_, lse_, stats_, z1, rows, keys, first, o.threshold, o.factor, o.dropout_scale,
-            **o.padded, MARGIN=FP16_MARGIN if x.query.dtype == torch.float16 else 0.0, **_launch(config),
+            x.seed,
+        )  # fmt: skip
+        results = (out_, lse_, stats_, z1, rows, keys, first, o.threshold, o.factor, o.dropout_scale)
+        done = None
+        if k_parts is not None:
+            done = q.new_empty((z0 * z1 * triton.cdiv(rows, split.queries),), dtype=torch.int8)
+            forward_kernel[(done.numel(),)](
+                q, _strides(q), k_parts, _strides(k_parts), v_parts, _strides(v_parts), *terms,
+                None, tops, _strides(tops), least, _strides(least), done, *results,
+                **o.padded, MARGIN=SPLIT_MARGIN, DONE=split.queries, **_launch(split),
+            )  # fmt: skip
+        forward_kernel[(triton.cdiv(rows, config.queries) * z0 * z1,)](
+            q, _strides(q), k, _strides(k), v, _strides(v), *terms,
+            norms, None, (), None, (), done, *results,
+            **o.padded, MARGIN=margin, DONE=split.queries, **_launch(config),
         )  # fmt: skip
     return out, lse, stats
 

@@ -5,6 +5,8 @@ Marked gpu; under Triton's interpreter the same tests run on CPU tensors (test_t
 
 from __future__ import annotations
 
+import importlib
+
 import helpers
 import pytest
 import torch
@@ -54,8 +56,10 @@ def on_device(monkeypatch):
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     monkeypatch.setattr(helpers, "attend", attend)
+    monkeypatch.setattr(kernels(), "SPLIT_FROM", 0)  # float32 by parts, however small the problem
     launches = []
     if INTERPRETED:  # the kernels, not the chunked path, are what is tested here
+        monkeypatch.setattr(importlib.import_module("triton_interpreter"), "tf32_parts", True)
         kernel = kernels()
         for name in ("forward", "backward"):
             original = getattr(kernel, name)

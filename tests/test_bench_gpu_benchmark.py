@@ -140,9 +140,9 @@ def test_rows_carry_case_floors_and_ratio():
     clock = FakeClock({"continuum_ops": 0.002, "peer": 0.005})
     rows = benchmark.run_case(operator(), CASE, CPU, clock, 100.0, Estimates())
     ours, peer = case.finish_rows(CASE, rows, operator(), rates)
-    # 8e6 scores: one exponential each is 1 ms; 64 flops each are 0.256 ms at 6e12 / 3.
+    # 8e6 scores: one exponential each is 1 ms; 64 flops each are 0.1536 ms at 1e13 / 3.
     assert ours["exp_floor_ms"] == pytest.approx(1.0)
-    assert ours["matrix_floor_ms"] == pytest.approx(0.256)
+    assert ours["matrix_floor_ms"] == pytest.approx(0.1536)
     assert (ours["op"], ours["d"], ours["N"], ours["precision"]) == ("op", 16, 1000, "float32")
     assert (ours["over_ours"], peer["over_ours"]) == (1.0, 2.5)
     assert case.floors(replace(CASE, passes=case.BACKWARD), operator(), rates)[

@@ -55,6 +55,7 @@ def test_values(dtype, kind, on_device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=names)
 def test_bounded_scores_need_no_shift(dtype, causal, monkeypatch):
     monkeypatch.setattr(kernels(), "BOUNDED_FROM", 0)
+    monkeypatch.setattr(kernels(), "SPLIT_FROM", math.inf)
     q, k, v = qkv((2,), 100, 150, 16, 8, dtype)
     check(q, k, v, draw((150,), positive=True), is_causal=causal)
     k[0, 140] *= 10  # no bound in the first lead

@@ -30,6 +30,12 @@ import continuum_ops as co
 __all__ = ["on_device", "pytestmark"]  # a fixture and the marks, for pytest to find
 
 
+def take_the_bound(monkeypatch, bounded_from):
+    """Scores with a bound need no shift, from so many on; float32 by parts knows no bound."""
+    monkeypatch.setattr(kernels(), "BOUNDED_FROM", bounded_from)
+    monkeypatch.setattr(kernels(), "SPLIT_FROM", math.inf if bounded_from == 0 else 0)
+
+
 # --- keys and rows that do not exist ---------------------------------------------------------------
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
@@ -52,7 +58,7 @@ def test_first_tiles_dead(dtype, monkeypatch):
     """CASES 4."""
     m, dead = (250, 200) if INTERPRETED else (600, 512)
     for bounded_from in (0, 2**22):
-        monkeypatch.setattr(kernels(), "BOUNDED_FROM", bounded_from)
+        take_the_bound(monkeypatch, bounded_from)
         q, k, v = qkv((2,), 50, m, 16, 16, dtype)
         w = draw((m,), positive=True)
         w[:dead] = 0
@@ -130,7 +136,7 @@ def test_bad_weights_make_their_rows_nan(bad):
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
 def test_nan_query_row(dtype, bounded_from, monkeypatch):
     """CASES 19."""
-    monkeypatch.setattr(kernels(), "BOUNDED_FROM", bounded_from)
+    take_the_bound(monkeypatch, bounded_from)
     q, k, v = qkv((2,), 40, 70, 16, 8, dtype)
     w = draw((70,), positive=True)
     expected = attend(q, k, v, w)
@@ -144,7 +150,7 @@ def test_nan_query_row(dtype, bounded_from, monkeypatch):
 
 @pytest.mark.parametrize("bounded_from", [0, 2**22])
 def test_nan_in_a_live_key_or_value(bounded_from, monkeypatch):
-    monkeypatch.setattr(kernels(), "BOUNDED_FROM", bounded_from)
+    take_the_bound(monkeypatch, bounded_from)
     q, k, v = qkv((2,), 20, 70, 16, 8)
     bad = k.clone()
     bad[0, 3, 2] = math.nan

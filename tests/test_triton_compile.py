@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from triton_dryrun import SHARED_MEMORY, dryrun
+from triton_dryrun import SHARED_MEMORY, dryrun, loops
 
 # Bytes that a thread may spill. Wide float32 rows do not fit registers whatever the tile.
 SPILLS = {16: 0, 64: 0, 128: 256, 256: 1024}
@@ -22,6 +22,7 @@ def launch(capability, dtype, width, monkeypatch, *, weights=True, distance=Fals
     """Forward and backward through the real launch code."""
     kernel = kernels()
     monkeypatch.setattr(kernel, "capability", lambda tensor: capability)
+    monkeypatch.setattr(kernel, "SPLIT_FROM", 0)
     q, k, v = qkv((2, 2), 300, 300, width, width, dtype)
     w = torch.ones(2, 2, 300) if weights else None
     positions = torch.zeros(1, 1, 300, 2) if distance else None
@@ -77,6 +78,23 @@ def test_options_compile(options, monkeypatch):
     monkeypatch.setattr(kernels(), "BOUNDED_FROM", 0)
     log = launch(90, torch.float16 if "dropout" in options else torch.bfloat16, 16, monkeypatch, **options)
     assert_within_bounds(log, 90, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability, width, most", [(90, 16, 14), (90, 32, 15)])
+def test_float16_parts_take_few_instructions(capability, width, most, monkeypatch):
+    """Per score, in the loop over keys without masks. TF32 products, split in each tile, take 29 and 34."""
+    kernel = kernels()
+    monkeypatch.setattr(kernel, "capability", lambda tensor: capability)
+    monkeypatch.setattr(kernel, "SPLIT_FROM", 0)
+    q, k, v = qkv((1,), 300, 300, width, width)
+    with dryrun(capability) as log:
+        kernel.forward(q, k, v, torch.ones(1, 300), *[None] * 7, 0.25, 0.0, False)
+    config = kernel.split_config(width, capability, False)
+    scores = config.queries * config.keys / (32 * config.num_warps)
+    parts, _ = (cubin for name, cubin in log.cubins if name == "forward_kernel")
+    plain, edge = (len(body) / scores for body in loops(parts))
+    assert plain <= most and plain < edge, (plain, edge)
 
 
 @pytest.mark.slow

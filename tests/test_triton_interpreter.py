@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 FILES = (
     "test_continuum_attention_cuda.py",
     "test_continuum_attention_cuda_edge.py",
+    "test_continuum_attention_cuda_split.py",
     "test_galerkin_attention_cuda.py",
 )
 

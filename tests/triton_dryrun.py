@@ -8,7 +8,10 @@ import contextlib
 import io
 import itertools
 import re
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import triton
@@ -37,11 +40,29 @@ class Log:
     def __init__(self):
         self.launches: list[Launch] = []
         self.compiled: list[Compiled] = []
+        self.cubins: list[tuple[str, bytes]] = []
+
+
+def loops(cubin):
+    """The instructions of each innermost loop that computes exponentials."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    code = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", text)]
+    back = [(int(to[1], 16), at) for at, line in code if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line))]
+    back = [(first, last) for first, last in back if first <= last]
+    inner = [x for x in back if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in back)]
+    bodies = [[line for at, line in code if first <= at <= last] for first, last in inner]
+    return [body for body in bodies if any("MUFU.EX2" in line for line in body)]
 
 
 class _Utils:
-    def __init__(self, capability):
-        self.capability = capability
+    def __init__(self, capability, log):
+        self.capability, self.log = capability, log
 
     def get_device_properties(self, device):
         shared = SHARED_MEMORY[self.capability]
@@ -50,6 +71,7 @@ class _Utils:
         return {"max_shared_mem": shared, **fixed, **dict.fromkeys(names, 1)}
 
     def load_binary(self, name, kernel, shared, device):
+        self.log.cubins.append((name, kernel))
         return (1, 1, 0, 0, 1024)  # module, function, registers, spills, most threads
 
     def unload_module(self, module):
@@ -59,7 +81,7 @@ class _Utils:
 class _Driver:
     def __init__(self, capability, log):
         device = next(_device_ids)
-        self.capability, self.utils = capability, _Utils(capability)
+        self.capability, self.utils = capability, _Utils(capability, log)
         self.get_current_device = lambda: device
         self.get_current_stream = lambda device: 0
         self.set_current_device = lambda device: None

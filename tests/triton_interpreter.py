@@ -1,6 +1,6 @@
 """Triton's interpreter made fit for numerical tests: its bfloat16 computes on raw bits, and fp32 to bfloat16
-truncates; TF32 operands are not rounded; triton 3.6 loops fail under numpy >= 2.4. Seen on triton 3.6.0 and
-3.9.0.
+truncates; TF32 operands are neither rounded nor split; triton 3.6 loops fail under numpy >= 2.4. Seen on
+triton 3.6.0 and 3.9.0.
 
 TRITON_INTERPRET=1 must be in the environment before triton is imported.
 """
@@ -12,6 +12,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 Handle = interpreter.TensorHandle
+# Whether "tf32x3" is three products of TF32 parts, as compiled, and not one of float32 numbers.
+tf32_parts = False
 TWO_OPERANDS = (
     "create_fadd", "create_fmul", "create_fdiv", "create_frem", "create_fsub", "create_minimumf",
     "create_minnumf",
@@ -53,6 +55,15 @@ def _tf32(handle):
     return Handle(data.reshape(handle.data.shape), tl.float32)
 
 
+def _tf32_parts(handle):
+    """The nearest TF32 number, and the rest as a tensor core reads it: 10 mantissa bits, cut."""
+    hi = _tf32(handle)
+    with np.errstate(invalid="ignore"):
+        rest = handle.data - hi.data
+    cut = rest.view(np.uint32) & np.uint32(0xFFFFE000)
+    return hi, Handle(np.where(np.isfinite(rest), cut.view(np.float32), rest), tl.float32)
+
+
 def _wrap(builder, name, operands):
     original = getattr(builder, name, None)
     if original is None:
@@ -90,6 +101,11 @@ def install():
 
     def create_dot(self, a, b, acc, precision, *rest):
         a, b = _widened(a), _widened(b)
+        if tf32_parts and str(precision).endswith("TF32x3") and a.dtype.scalar == tl.float32:
+            (a, a_low), (b, b_low) = _tf32_parts(a), _tf32_parts(b)
+            small = dot(self, a_low, b, Handle(np.zeros_like(acc.data), tl.float32), precision, *rest)
+            small = dot(self, a, b_low, small, precision, *rest)
+            acc = Handle(acc.data + np.where(np.isnan(small.data), np.float32(0), small.data), acc.dtype)
         if str(precision).endswith("TF32"):
             a, b = _tf32(a), _tf32(b)
         result = dot(self, a, b, _widened(acc), precision, *rest)

@@ -83,8 +83,8 @@ def exponentials(case: Case) -> int:
 def floors(case: Case, operator: Operator, rates: Mapping[str, float]) -> dict[str, float]:
     """Times that no kernel of this definition undercuts at the rates measured on this card, in ms.
 
-    A float32-accurate product takes the faster of plain float32 and three TF32 products. An operator that is
-    no sum over N x N scores has ``floors`` of its own.
+    A float32-accurate product takes the fastest of plain float32, three TF32 products and three of float16
+    (at the rate of bfloat16). An operator that is no sum over N x N scores has ``floors`` of its own.
     """
     own = getattr(operator, "floors", None)
     if own is not None:
@@ -94,7 +94,7 @@ def floors(case: Case, operator: Operator, rates: Mapping[str, float]) -> dict[s
     if "ex2_per_s" in rates:
         found["exp_floor_ms"] = scores * exponentials(case) / rates["ex2_per_s"] * 1e3
     if {"float32_flops", "tf32_flops", "bfloat16_flops"} <= rates.keys():
-        exact32 = max(rates["float32_flops"], rates["tf32_flops"] / 3)
+        exact32 = max(rates["float32_flops"], rates["tf32_flops"] / 3, rates["bfloat16_flops"] / 3)
         flops = {"float32": exact32, "tf32": rates["tf32_flops"], "bfloat16": rates["bfloat16_flops"]}
         found["matrix_floor_ms"] = scores * operator.flops(case) / flops[case.precision] * 1e3
     return found
