@@ -58,11 +58,13 @@ def plain(optional: Any, *tensors: Any) -> bool | None:
         return None
     recorded = False
     for tensor in tensors:
-        if type(tensor) not in PLAIN or not tensor.is_cpu:
+        kind = type(tensor)
+        if (kind is not Tensor and kind not in PLAIN) or not tensor.is_cpu:  # most are, which is seen sooner
             return None
         recorded = recorded or tensor.requires_grad
     if optional is not None:
-        if type(optional) not in PLAIN or not optional.is_cpu:
+        kind = type(optional)
+        if (kind is not Tensor and kind not in PLAIN) or not optional.is_cpu:
             return None
         recorded = recorded or optional.requires_grad
     return recorded and _grad_enabled()
