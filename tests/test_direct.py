@@ -290,12 +290,23 @@ def test_storage_offsets(kind):
     assert (op(*moved) - expected).abs().max().item() <= 1e-13 * expected.abs().max().item()
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_tensor_without_data_is_refused(kind, recorded):
+    """The kernel asks no tensor but the first where it is; the fake kernel must not answer."""
+    op, inputs = make(kind)
+    for place in range(len(inputs)):
+        mixed = [t.to("meta") if i == place else t for i, t in enumerate(inputs)]
+        with pytest.raises(ValueError, match="device"):
+            op(*(t.requires_grad_(recorded) for t in mixed))
+
+
 def test_what_intercepts():
     x = torch.ones(2)
     assert (direct.plain(None, x) is None) == (not direct.KERNELS)
     assert direct.plain(None, x, None) is None
-    for other in (torch.ones(2, device="meta"), [1.0]):
-        assert direct.plain(None, x, other) is None and direct.plain(other, x) is None
+    assert direct.plain(None, x, [1.0]) is None and direct.plain([1.0], x) is None
+    assert direct.plain(None, torch.ones(2, device="meta"), x) is None
     assert not direct.intercepted()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert direct.intercepted()

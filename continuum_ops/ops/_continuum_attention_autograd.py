@@ -67,7 +67,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
 
 
 @torch.library.register_fake("continuum_ops::continuum_attention_plain_forward", lib=LIBRARY)
-def _fake_plain(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _fake_plain(
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor]:
+    direct.on_one_device(query, key, value, weights)
     leads = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     rows, dtype = (*leads, query.shape[-2]), accumulation_dtype(query.dtype)
     return query.new_empty((*rows, value.shape[-1])), query.new_empty((*rows, 2), dtype=dtype)

@@ -51,23 +51,36 @@ def intercepted() -> bool:
 def plain(optional: Any, *tensors: Any) -> bool | None:
     """Whether gradients of these are recorded; None if the call is anything but plain.
 
-    That is: with subclasses, on another device, or intercepted. ``optional`` may be None. One look at each
-    tensor, since looks and calls of functions are what a small problem is made of.
+    That is: with subclasses, on another device, or intercepted. ``optional`` may be None. As few looks as will
+    do, since looks and calls of functions are what a small problem is made of: of the devices only the first
+    is asked for, as kernels refuse others beside it (on_one_device).
     """
-    if not KERNELS or intercepted():
+    if (
+        not KERNELS
+        or _is_dynamo_compiling()
+        or forward_ad._current_level >= 0
+        or _transforms_active()
+        or _autocast_enabled()
+        or _dispatch_modes() > 0
+        or _tracing_state() is not None
+    ):  # intercepted(), without a call
         return None
     recorded = False
     for tensor in tensors:
-        kind = type(tensor)
-        if (kind is not Tensor and kind not in PLAIN) or not tensor.is_cpu:  # most are, which is seen sooner
+        if type(tensor) not in PLAIN:
             return None
         recorded = recorded or tensor.requires_grad
     if optional is not None:
-        kind = type(optional)
-        if (kind is not Tensor and kind not in PLAIN) or not optional.is_cpu:
+        if type(optional) not in PLAIN:
             return None
         recorded = recorded or optional.requires_grad
-    return recorded and _grad_enabled()
+    return recorded and _grad_enabled() if tensors[0].is_cpu else None
+
+
+def on_one_device(*tensors: Tensor | None) -> None:
+    """For fake kernels, which would answer for tensors of the CPU beside those without data."""
+    if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
+        raise RuntimeError("tensors of one device are expected")
 
 
 def applier(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -113,6 +113,7 @@ LIBRARY.impl("check_weights", _check_weights, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("continuum_ops::galerkin_attention_small", lib=LIBRARY)
 def _(query: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> Tensor:
+    direct.on_one_device(query, key, value, weights)
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 

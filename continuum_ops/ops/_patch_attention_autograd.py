@@ -87,6 +87,7 @@ def _prepared(
     third: int = 0,
 ) -> Inputs:
     """The arguments of the operators for plain tensors, as the others have them."""
+    direct.on_one_device(query, key, value, weights)
     grid = query.shape[1:-2]
     patch_size = [size, second or size, third or size][: len(grid)]
     if weights is not None:

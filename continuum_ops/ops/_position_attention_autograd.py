@@ -76,6 +76,7 @@ def _with_batch(
     query_pos: Tensor, key_pos: Tensor, value: Tensor, rate: Tensor, weights: Tensor | None
 ) -> Inputs:
     """The arguments of the operators for plain tensors, as the others have them."""
+    direct.on_one_device(query_pos, key_pos, value, rate, weights)
     x, y = (t if t.dim() == 3 else t.unsqueeze(0) for t in (query_pos, key_pos))
     w = weights if weights is None or weights.dim() == 2 else weights.unsqueeze(0)
     return Inputs(x, y, value if value.dim() == 4 else value.unsqueeze(1), rate, w, None, None)
