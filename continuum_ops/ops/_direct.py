@@ -51,9 +51,9 @@ def intercepted() -> bool:
 def plain(optional: Any, *tensors: Any) -> bool | None:
     """Whether gradients of these are recorded; None if the call is anything but plain.
 
-    That is: with subclasses, on another device, or intercepted. ``optional`` may be None. As few looks as will
-    do, since looks and calls of functions are what a small problem is made of: of the devices only the first
-    is asked for, as kernels refuse others beside it (on_one_device).
+    That is: with subclasses, on another device, or intercepted. ``optional`` may be None. As few looks as
+    will do, since looks and calls of functions are what a small problem is made of: of the devices only the
+    first is asked for, as kernels refuse others beside it (on_one_device).
     """
     if (
         not KERNELS
