@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import harness
-import report
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -314,10 +313,7 @@ def main(argv: Sequence[str]) -> None:
 
     document = harness.new_document(OP, {"threads": args.threads, "B": 1, "rounds": args.rounds})
     document["rows"] = [row for allocator in harness.ALLOCATORS for row in worker(allocator)]
-    path = harness.result_path(OP, document, args.out)
-    harness.write_json(path, document)
-    print(report.render(document))
-    harness.progress(f"written to {path}")
+    harness.publish(document, harness.result_path(OP, document, args.out))
 
 
 if __name__ == "__main__":

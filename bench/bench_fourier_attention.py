@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import report
 import torch
 from torch import Tensor
 
@@ -170,10 +169,7 @@ def main(argv: Sequence[str]) -> None:
         for passes in ("forward", "forward + backward")
     ]
     document["rows"] = [row for allocator in harness.ALLOCATORS for row in worker({"allocator": allocator})]
-    path = harness.result_path(OP, document, args.out)
-    harness.write_json(path, document)
-    print(report.render(document))
-    harness.progress(f"written to {path}")
+    harness.publish(document, harness.result_path(OP, document, args.out))
 
 
 if __name__ == "__main__":

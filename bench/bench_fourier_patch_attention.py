@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import harness
-import report
 import torch
 from torch import Tensor
 
@@ -215,10 +214,7 @@ def main(argv: Sequence[str]) -> None:
         for passes in PASSES
     ]
     document["rows"] = [row for name in harness.ALLOCATORS for row in worker({"allocator": name}, name)]
-    path = harness.result_path(OP, document, args.out)
-    harness.write_json(path, document)
-    print(report.render(document))
-    harness.progress(f"written to {path}")
+    harness.publish(document, harness.result_path(OP, document, args.out))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import harness
-import report
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -173,10 +172,7 @@ def main(argv: Sequence[str]) -> None:
         for passes in ("forward", "forward + backward")
     ]
     document["rows"] = worker({})
-    path = harness.result_path(OP, document, args.out)
-    harness.write_json(path, document)
-    print(report.render(document))
-    harness.progress(f"written to {path}")
+    harness.publish(document, harness.result_path(OP, document, args.out))
 
 
 if __name__ == "__main__":

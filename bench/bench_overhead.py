@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import report
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -170,10 +169,7 @@ def main(argv: Sequence[str]) -> None:
     for threads in args.threads:
         arguments = [*argv, "--worker", str(threads)]
         document["rows"] += harness.run_worker(__file__, arguments, threads=threads, allocator="default")
-    path = harness.result_path(OP, document, args.out)
-    harness.write_json(path, document)
-    print(report.render(document))
-    harness.progress(f"written to {path}")
+    harness.publish(document, harness.result_path(OP, document, args.out))
 
 
 if __name__ == "__main__":

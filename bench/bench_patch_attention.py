@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import report
 import torch
 from ceilings import measure_ceilings
 from torch import Tensor
@@ -260,10 +259,7 @@ def main(argv: Sequence[str]) -> None:
         for passes in PRODUCTS
         for form in FORMS[:2]
     ]
-    path = harness.result_path(OP, document, args.out, "-short" if args.short else "")
-    harness.write_json(path, document)
-    print(report.render(document))
-    harness.progress(f"written to {path}")
+    harness.publish(document, harness.result_path(OP, document, args.out, "-short" if args.short else ""))
 
 
 if __name__ == "__main__":

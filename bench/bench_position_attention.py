@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import report
 import torch
 from ceilings import measure_ceilings
 from torch import Tensor
@@ -363,10 +362,7 @@ def main(argv: Sequence[str]) -> None:
     document["rows"] = [row for allocator in harness.ALLOCATORS for row in worker(allocator)]
     finish_rows(document["rows"], ceilings and ceilings["threads"][str(args.threads)])
     suffix = "-short" if args.short else ""
-    path = harness.result_path(OP, document, args.out, suffix)
-    harness.write_json(path, document)
-    print(report.render(document))
-    harness.progress(f"written to {path}")
+    harness.publish(document, harness.result_path(OP, document, args.out, suffix))
 
 
 if __name__ == "__main__":

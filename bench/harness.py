@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 from gpu.record import write_json as write_json
 from torch import Tensor
@@ -360,3 +361,10 @@ def memory_fields(
 def result_path(op: str, document: dict[str, Any], out: Path | None, suffix: str = "") -> Path:
     """Where the results go: `out`, or bench/results/OP-MACHINE.json."""
     return RESULTS / f"{op}-{document['machine']['name']}{suffix}.json" if out is None else out
+
+
+def publish(document: dict[str, Any], path: Path) -> None:
+    """The document to a file, its tables to the standard output."""
+    write_json(path, document)
+    print(report.render(document))
+    progress(f"written to {path}")
