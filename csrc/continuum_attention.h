@@ -8,6 +8,8 @@ namespace continuum_ops {
 
 enum class DType : int { float32, float64, bfloat16, float16 };
 
+constexpr int64_t FEW_KEYS = 512;  // up to which every row takes a shift, as its bound would save less than it costs
+
 // A strided tensor (*leads, rows, columns); offsets and strides count elements.
 struct Operand {
   const void* data = nullptr;
@@ -22,7 +24,7 @@ struct KeySet {
   const void* bias = nullptr;      // log2(w_k / max w) in the accumulation type; null if it is 0 for every key
   double log2_max_weight = 0;
   double min_bias = 0;
-  double max_norm = 0;  // of the key rows, in the 2-norm; infinite if it was not computed or a row is not finite
+  double max_norm = 0;  // of the key rows, in the 2-norm; infinite if it is not read or a row is not finite
 };
 
 // The term -rate |x_i - y_k|^2 and the radius beyond which a key does not count, all in the accumulation type.

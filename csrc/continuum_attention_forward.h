@@ -97,6 +97,12 @@ void forward_scores(const KeyBlock<T>& b, const T* query, int64_t d, int64_t act
   for (; q < active; q += L) forward_columns<T, 1, BOUNDED, MASKED, DISTANCE>(b, query, d, q, mask, st, d2, rate);
 }
 
+// Rows of QB numbers, of which the first `active` are used: n numbers, one after the other where all are.
+template <int QB, class F> CO_INLINE void for_used(int64_t rows, int64_t active, F f) {
+  if (active == QB) return f(0, rows * QB);
+  for (int64_t r = 0; r < rows; ++r) f(r * QB, active);
+}
+
 template <class T> CO_INLINE void add_into(T* total, T* part, int64_t n) {
   for (int64_t i = 0; i < n; i += lanes<T>) {
     store(total + i, load(total + i) + load(part + i));
@@ -148,13 +154,13 @@ void forward(const AttentionProblem& a, const AttentionOutput& o, int64_t lead, 
     fill<T>(x.st.shift, QB, x.bounded ? T(0) : NO_SHIFT);
     fill<T>(x.st.sum, QB, T(0));
     fill<T>(x.st.sum_total, QB, T(0));
-    fill<T>(x.st.out, a.dv * QB, T(0));
-    fill<T>(x.st.out_total, a.dv * QB, T(0));
+    for_used<QB>(a.dv, x.active, [&](int64_t i, int64_t n) { fill<T>(x.st.out + i, n, T(0)), fill<T>(x.st.out_total + i, n, T(0)); });
   }
   auto join_totals = [&] {
     for (int64_t t = 0; t < blocks; ++t) {
       add_into<T>(strip[t].st.sum_total, strip[t].st.sum, QB);
-      add_into<T>(strip[t].st.out_total, strip[t].st.out, a.dv * QB);
+      for_used<QB>(a.dv, strip[t].active,
+                   [&](int64_t i, int64_t n) { add_into<T>(strip[t].st.out_total + i, strip[t].st.out + i, n); });
     }
   };
 

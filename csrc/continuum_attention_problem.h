@@ -265,7 +265,7 @@ struct Problem {
     a.distance = distance.term;
 
     const ContinuumAttentionKernels& kernels = continuum_attention_kernels();
-    if (a.n >= 16 && !a.distance.rate) {
+    if (a.n >= 16 && a.m > FEW_KEYS && !a.distance.rate) {
       run_tasks(a.leads, double(a.leads) * a.m * a.d, 0,
                 [&](int64_t lead, void*) { keys.sets[lead].max_norm = kernels.max_norm(a, lead, keys.sets[lead]); });
     } else {

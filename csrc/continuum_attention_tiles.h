@@ -27,7 +27,6 @@ constexpr double BOUND = 40;   // exponents in [-40, 40] need no shift: sums and
 constexpr double MIN_BIAS = -80, MIN_BIAS_MASKED = -20;  // a mask may leave a row nothing but the keys of least weight
 constexpr int64_t SHORT_SUM = 64;  // longer products are summed in pieces: smaller rounding errors
 constexpr int64_t PIECE = 32;
-constexpr int64_t FEW_KEYS = 512;
 constexpr double TOLERANCE = 24;
 // Before the first score. Finite, so that a score of -inf counts as nothing instead of as -inf - (-inf).
 constexpr float NO_SHIFT = -0x1p120f;

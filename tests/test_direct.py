@@ -233,8 +233,13 @@ def test_leading_dimensions_that_broadcast(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_is_not_passed_by(kind):
     op, inputs = make(kind, torch.float32)
+    learned = [t.clone().requires_grad_() for t in inputs]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert op(*inputs).dtype == torch.bfloat16
+        assert op(*learned).dtype == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert op(*inputs).dtype == torch.float32
+    assert op(*learned).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,7 +281,10 @@ def test_subclasses_are_not_passed_by(kind):
         pass
 
     op, inputs = make(kind)
-    assert direct.plain(None, inputs[0].as_subclass(Named)) is None
+    for place in range(4):
+        given = [t.as_subclass(Named) if i == place else t for i, t in enumerate(inputs[:4])]
+        assert direct.plain(*given) is None
+        assert isinstance(op(*given, *inputs[4:]), Named)
     out = op(*(t.as_subclass(Named) for t in inputs))
     assert isinstance(out, Named)
 
@@ -303,10 +311,12 @@ def test_one_tensor_without_data_is_refused(kind, recorded):
 
 def test_what_intercepts():
     x = torch.ones(2)
-    assert (direct.plain(None, x) is None) == (not direct.KERNELS)
-    assert direct.plain(None, x, None) is None
-    assert direct.plain(None, x, [1.0]) is None and direct.plain([1.0], x) is None
-    assert direct.plain(None, torch.ones(2, device="meta"), x) is None
+    assert (direct.plain(x, x, x) is None) == (not direct.KERNELS)
+    assert (direct.plain(x, x, x, x, None) is None) == (not direct.KERNELS)
+    for place in range(5):
+        for other in ([1.0], 1.0) if place > 2 else ([1.0], 1.0, None):
+            assert direct.plain(*(other if i == place else x for i in range(5))) is None
+    assert direct.plain(torch.ones(2, device="meta"), x, x) is None
     assert not direct.intercepted()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert direct.intercepted()
@@ -319,9 +329,9 @@ def test_what_intercepts():
 
 
 @needs_kernels
-@pytest.mark.parametrize("learned", range(3))
+@pytest.mark.parametrize("learned", range(5))
 def test_where_gradients_are_recorded(learned):
-    tensors = [torch.ones(2, requires_grad=i == learned) for i in range(3)]
+    tensors = [torch.ones(2, requires_grad=i == learned) for i in range(5)]
     assert direct.plain(*tensors) is True
     assert direct.plain(*(t.detach() for t in tensors)) is False
     with torch.no_grad():

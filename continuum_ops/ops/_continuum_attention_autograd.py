@@ -150,7 +150,10 @@ class Plain(torch.autograd.Function):
         *options: Any,  # scale, is_causal; left out, as every argument takes time, where None and False
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
-            out = plain_op(query, key, value, weights, *options)
+            if not options:
+                out = plain_op(query, key, value, weights)
+            else:
+                out = plain_op(query, key, value, weights, *options)
             ctx.save_for_backward(query, key, value, weights)
         else:
             out, stats = _plain_forward(query, key, value, weights, *options)

@@ -29,7 +29,7 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _transforms_active = torch._C._are_functorch_transforms_active
-_tracing_state = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -44,14 +44,14 @@ def intercepted() -> bool:
         or _transforms_active()
         or _autocast_enabled()
         or _dispatch_modes() > 0
-        or _tracing_state() is not None
+        or _tracing()
     )
 
 
-def plain(optional: Any, *tensors: Any) -> bool | None:
+def plain(first: Any, second: Any, third: Any, *others: Any) -> bool | None:
     """Whether gradients of these are recorded; None if the call is anything but plain.
 
-    That is: with subclasses, on another device, or intercepted. ``optional`` may be None. As few looks as
+    That is: with subclasses, on another device, or intercepted. Others may be None. As few looks as
     will do, since looks and calls of functions are what a small problem is made of: of the devices only the
     first is asked for, as kernels refuse others beside it (on_one_device).
     """
@@ -62,19 +62,20 @@ def plain(optional: Any, *tensors: Any) -> bool | None:
         or _transforms_active()
         or _autocast_enabled()
         or _dispatch_modes() > 0
-        or _tracing_state() is not None
+        or _tracing()
+        or type(first) not in PLAIN
+        or type(second) not in PLAIN
+        or type(third) not in PLAIN
     ):  # intercepted(), without a call
         return None
-    recorded = False
-    for tensor in tensors:
-        if type(tensor) not in PLAIN:
-            return None
-        recorded = recorded or tensor.requires_grad
-    if optional is not None:
-        if type(optional) not in PLAIN:
-            return None
-        recorded = recorded or optional.requires_grad
-    return recorded and _grad_enabled() if tensors[0].is_cpu else None
+    grads = _grad_enabled()
+    recorded = grads and (first.requires_grad or second.requires_grad or third.requires_grad)
+    for tensor in others:
+        if tensor is not None:
+            if type(tensor) not in PLAIN:
+                return None
+            recorded = recorded or (grads and tensor.requires_grad)
+    return recorded if first.is_cpu else None
 
 
 def on_one_device(*tensors: Tensor | None) -> None:

@@ -156,7 +156,10 @@ class Plain(torch.autograd.Function):
         *options: Any,  # scale, sizes of the other axes; left out, as every argument takes time, where none
     ) -> Tensor:
         if query.numel() * key.numel() <= direct.CHEAP:
-            out = plain_op(query, key, value, size, weights, *options)
+            if weights is None and not options:
+                out = plain_op(query, key, value, size)
+            else:
+                out = plain_op(query, key, value, size, weights, *options)
             ctx.save_for_backward(query, key, value, weights)
         else:
             out, probabilities = _plain_forward(query, key, value, size, weights, *options)

@@ -156,7 +156,7 @@ def continuum_attention(
 
 def _plain(query: Any, key: Any, value: Any, weights: Any, scale: Any, is_causal: Any) -> Tensor | None:
     """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
-    recorded = direct.plain(weights, query, key, value)
+    recorded = direct.plain(query, key, value, weights)
     if (
         recorded is None
         or (scale is not None and not (type(scale) is float and abs(scale) <= 1e38))

@@ -77,7 +77,7 @@ def linear_attention(op: str, query: Tensor, key: Tensor, value: Tensor, weights
 
 def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor | None:
     """The kernel's own answer for small problems; None where it refuses, or something has to be prepared."""
-    recorded = direct.plain(weights, query, key, value)
+    recorded = direct.plain(query, key, value, weights)
     if recorded is None:
         return None
     try:

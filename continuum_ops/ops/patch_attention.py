@@ -102,7 +102,7 @@ def patch_attention(
 
 def _plain(query: Any, key: Any, value: Any, patch_size: Any, weights: Any, scale: Any) -> Tensor | None:
     """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
-    recorded = direct.plain(weights, query, key, value)
+    recorded = direct.plain(query, key, value, weights)
     if (
         recorded is None
         or (scale is not None and type(scale) is not float)
@@ -110,12 +110,12 @@ def _plain(query: Any, key: Any, value: Any, patch_size: Any, weights: Any, scal
     ):
         return None
     others: Sequence[int] = ()
-    if type(patch_size) in (tuple, list) and len(patch_size) == query.dim() - 3:
+    if type(patch_size) is not int:
+        if type(patch_size) not in (tuple, list) or len(patch_size) != query.dim() - 3:
+            return None
         if set(map(type, patch_size)) != {int} or min(patch_size) < 1:
             return None
         patch_size, *others = patch_size
-    elif type(patch_size) is not int:
-        return None
     run = apply_plain if recorded else plain_op
     try:
         if weights is scale is None and not others:

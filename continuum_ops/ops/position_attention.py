@@ -141,7 +141,7 @@ def position_attention(
 
 def _plain(query_pos: Any, key_pos: Any, value: Any, rate: Any, weights: Any) -> Tensor | None:
     """The kernel's own answer where nothing has to be prepared; None where it refuses, or something has."""
-    recorded = direct.plain(weights, value, query_pos, key_pos, rate)
+    recorded = direct.plain(value, query_pos, key_pos, rate, weights)
     if recorded is None:
         return None
     run = apply_plain if recorded else plain_op
