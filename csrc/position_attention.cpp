@@ -75,9 +75,10 @@ TransformPoints points_of(const Problem<float>& problem, const Arguments& x, int
 }
 
 // Runs f(group, head, transform) for each head that a grid serves; f returns whether it did. The rows that it left out are then
-// f_rows's: (head, rows). Returns what is done.
+// f_rows's: (head, rows). Returns what is done; empty if nothing is.
 template <class F, class G> Heads through_grids(const Problem<float>& problem, const Arguments& x, F f, G f_rows) {
   const PositionProblem& a = problem.a;
+  if (few_points(a)) return {};
   Heads done(problem.groups, std::vector<uint8_t>(a.heads, 0));
   for (int64_t h = 0; h < a.heads; ++h) {
     Rows refused(problem.groups);
@@ -117,7 +118,7 @@ bool any_of(const Heads& heads) {
 }
 
 template <class T> void skip(Problem<T>& problem, const Heads& heads) {
-  for (int64_t i = 0; i < problem.groups; ++i) problem.data[i].g.skip = heads[i].data();
+  for (size_t i = 0; i < heads.size(); ++i) problem.data[i].g.skip = heads[i].data();
 }
 
 Heads all_but(const Problem<float>& problem, int64_t head) {

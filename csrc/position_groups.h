@@ -70,7 +70,7 @@ template <class T> class Side {
     }
     set = {count, padded, places_.data(), coordinates_.get(), nullptr, nullptr};
     set.block_box = boxes(rows, LANE_BLOCK, block_boxes_);
-    set.tile_box = boxes(rows, DEPTH_TILE, tile_boxes_);
+    set.tile_box = count <= std::min(LANE_BLOCK, DEPTH_TILE) ? set.block_box : boxes(rows, DEPTH_TILE, tile_boxes_);
   }
 
  private:

@@ -65,6 +65,11 @@ enum class Grids { never, when_faster, when_possible };  // for tests and benchm
 std::atomic<Grids>& use_of_grids();
 int64_t heads_through_grids();  // so far
 
+// Too few points for any head of any group.
+inline bool few_points(const PositionProblem& a) {
+  return std::min(a.n, a.m) < (use_of_grids() == Grids::when_possible ? 1 : FEW);
+}
+
 inline TransformPlan plan_transform(const PositionProblem& a, const PositionGroup& g, double rate) {
   TransformPlan plan;
   const int64_t queries = g.query.count, keys = g.key.count;
