@@ -81,13 +81,17 @@ def _small_attention(query: Any, key: Any, value: Any, weights: Any) -> Tensor |
     if recorded is None:
         return None
     try:
-        *leads, keys, _ = key.shape
-        *others, rows, _ = query.shape
-        if leads != others or list(value.shape[:-2]) != leads or rows > SMALL_ROWS or keys > SMALL_ROWS:
+        shape, dtype = query.shape, query.dtype
+        if shape == key.shape == value.shape:
+            rows, products = shape[-2], 2 * query.numel() * shape[-1]
+        elif shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+            rows = max(shape[-2], key.shape[-2])
+            products = (query.numel() + key.numel()) * value.shape[-1]
+        else:
             return None
-        if (query.numel() + key.numel()) * value.shape[-1] > SMALL_PRODUCTS:
+        if rows > SMALL_ROWS or products > SMALL_PRODUCTS or dtype not in direct.WIDE:
             return None
-        if query.dtype not in direct.WIDE or (weights is not None and weights.dtype is not query.dtype):
+        if weights is not None and weights.dtype is not dtype:
             return None
         run = apply_small if recorded else small_op
         return run(query, key, value, weights)  # type: ignore[no-any-return]
