@@ -137,6 +137,12 @@ SHARED = {
         ),
     ],
     "csrc/continuum_attention_forward.h": [
+        (
+            "sums: rows at the wrong stride",
+            "for (int64_t r = 0; r < rows; ++r) f(§r * QB§, active);",
+            "r * active",
+            CONTINUUM.format("odd"),
+        ),
         ("shift: sums not rescaled", "§rescale(st.sum);§", "", EDGE.format("maximum")),
         (
             "shift: totals not rescaled",

@@ -329,6 +329,12 @@ MESHES = {
     ],
     "csrc/position_transform_plan.h": [
         (
+            "through a grid: few points also where asked for",
+            "return std::min(a.n, a.m) < §(use_of_grids() == Grids::when_possible ? 1 : FEW)§;",
+            "FEW",
+            TRANSFORM.format("budget or rates or chosen"),
+        ),
+        (
             "through a grid: nodes too far apart",
             "const double root = §std::sqrt(rate)§,",
             "0.5 * std::sqrt(rate)",
