@@ -290,6 +290,17 @@ def test_subclasses_are_not_passed_by(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_nested_tensors_are_refused_by_name(kind):
+    op, inputs = make(kind)
+    nested = torch.nested.nested_tensor([torch.ones(8, 3), torch.ones(5, 3)], dtype=torch.float64)
+    names = {"position": ("query_pos", "key_pos", "value", "rate", "weights")}
+    for place, name in enumerate(names.get(kind, ("query", "key", "value", "weights"))):
+        given = [nested if i == place else t for i, t in enumerate(inputs)]
+        with pytest.raises(TypeError, match=rf"{name} must be a dense \(strided\) tensor, got a nested one"):
+            op(*given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_storage_offsets(kind):
     op, inputs = make(kind)
     moved = [torch.cat([torch.full_like(t[:1], 7.0), t])[1:] for t in inputs]

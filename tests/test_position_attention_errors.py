@@ -32,6 +32,10 @@ def call(**changes):
         ),
         ({"value": ones(2, 7, 6).to_sparse()}, r"value must be a dense \(strided\) tensor"),
         ({"query_pos": 1.0}, "query_pos must be a Tensor, got float"),
+        (
+            {"query_pos": ones(5, 2).to(torch.float8_e4m3fn)},
+            "query_pos must be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn",
+        ),
         ({"key_pos": None}, "key_pos must be a Tensor, got NoneType"),
         ({"key_pos": ones(7, 2).int()}, "key_pos must be a floating-point tensor, got torch.int32"),
         (

@@ -19,6 +19,8 @@ def check_tensor(
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {value.layout}")
+    if value.is_nested:  # whose layout may be strided
+        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got a nested one")
     if like is not None and value.device != like.device:
         raise ValueError(f"{op}: {name} must be on {reference}'s device {like.device}, got {value.device}")
 
@@ -26,6 +28,8 @@ def check_tensor(
 def check_floating(op: str, name: str, value: Tensor) -> None:
     if not value.is_floating_point():
         raise TypeError(f"{op}: {name} must be a floating-point tensor, got {value.dtype}")
+    if value.dtype not in DTYPES:  # of 8 bits
+        raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {value.dtype}")
 
 
 def check_qkv(op: str, query: Tensor, key: Any, value: Any) -> torch.Size:
