@@ -330,7 +330,7 @@ MESHES = {
     "csrc/position_transform_plan.h": [
         (
             "through a grid: few points also where asked for",
-            "return std::min(a.n, a.m) < §(use_of_grids() == Grids::when_possible ? 1 : FEW)§;",
+            "return std::min(queries, keys) < §(use_of_grids() == Grids::when_possible ? 1 : FEW)§;",
             "FEW",
             TRANSFORM.format("budget or rates or chosen"),
         ),

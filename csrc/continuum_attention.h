@@ -8,7 +8,9 @@ namespace continuum_ops {
 
 enum class DType : int { float32, float64, bfloat16, float16 };
 
-constexpr int64_t FEW_KEYS = 512;  // up to which every row takes a shift, as its bound would save less than it costs
+// Up to so many keys every row is shifted by its exact maximum: what cancels in the gradient of a nearly one-hot row then cancels to
+// the last bit.
+constexpr int64_t FEW_KEYS = 512;
 
 // A strided tensor (*leads, rows, columns); offsets and strides count elements.
 struct Operand {

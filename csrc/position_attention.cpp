@@ -78,7 +78,7 @@ TransformPoints points_of(const Problem<float>& problem, const Arguments& x, int
 // f_rows's: (head, rows). Returns what is done; empty if nothing is.
 template <class F, class G> Heads through_grids(const Problem<float>& problem, const Arguments& x, F f, G f_rows) {
   const PositionProblem& a = problem.a;
-  if (few_points(a)) return {};
+  if (few_points(a.n, a.m)) return {};  // of every group
   Heads done(problem.groups, std::vector<uint8_t>(a.heads, 0));
   for (int64_t h = 0; h < a.heads; ++h) {
     Rows refused(problem.groups);

@@ -65,9 +65,8 @@ enum class Grids { never, when_faster, when_possible };  // for tests and benchm
 std::atomic<Grids>& use_of_grids();
 int64_t heads_through_grids();  // so far
 
-// Too few points for any head of any group.
-inline bool few_points(const PositionProblem& a) {
-  return std::min(a.n, a.m) < (use_of_grids() == Grids::when_possible ? 1 : FEW);
+inline bool few_points(int64_t queries, int64_t keys) {
+  return std::min(queries, keys) < (use_of_grids() == Grids::when_possible ? 1 : FEW);
 }
 
 inline TransformPlan plan_transform(const PositionProblem& a, const PositionGroup& g, double rate) {
@@ -75,7 +74,7 @@ inline TransformPlan plan_transform(const PositionProblem& a, const PositionGrou
   const int64_t queries = g.query.count, keys = g.key.count;
   const bool always = use_of_grids() == Grids::when_possible;
   if (use_of_grids() == Grids::never || a.dtype == DType::float64 || g.reach || a.d < 1 || a.d > MAX_TRANSFORM_AXES) return plan;
-  if (std::min(queries, keys) < (always ? 1 : FEW) || a.columns() < 1) return plan;
+  if (few_points(queries, keys) || a.columns() < 1) return plan;
   if (g.min_bias < FARTHEST_BIAS) return plan;
   plan.query = bounding_box(g.query, a.d), plan.key = bounding_box(g.key, a.d);
   for (int64_t t = 0; t < a.d; ++t) {

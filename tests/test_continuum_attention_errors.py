@@ -54,6 +54,10 @@ POSITIONS = {"query_pos": ones(5, 2), "key_pos": ones(7, 2), "rate": ones(3)}
             {**POSITIONS, "key_pos": ones(7, 2).int()},
             "key_pos must be a floating-point tensor, got torch.int32",
         ),
+        (
+            {**POSITIONS, "key_pos": ones(7, 2).to(torch.float8_e4m3fn)},
+            "key_pos must be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn",
+        ),
         ({**POSITIONS, "rate": "1"}, "rate must be a Tensor, got str"),
         ({**POSITIONS, "rate": ones(3).int()}, "rate must be a floating-point tensor, got torch.int32"),
         ({**POSITIONS, "period": 1.0}, "period must be None or a sequence of d numbers, got 1.0"),

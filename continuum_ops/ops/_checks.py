@@ -28,7 +28,11 @@ def check_tensor(
 def check_floating(op: str, name: str, value: Tensor) -> None:
     if not value.is_floating_point():
         raise TypeError(f"{op}: {name} must be a floating-point tensor, got {value.dtype}")
-    if value.dtype not in DTYPES:  # of 8 bits
+
+
+def check_dtype(op: str, name: str, value: Tensor) -> None:
+    """One of those computed in: of what is floating, not 8 bits."""
+    if value.dtype not in DTYPES:
         raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {value.dtype}")
 
 
@@ -36,8 +40,7 @@ def check_qkv(op: str, query: Tensor, key: Any, value: Any) -> torch.Size:
     """Check key and value beside query, which is a tensor, and return their common leading dimensions."""
     check_tensor(op, "key", key, like=query)
     check_tensor(op, "value", value, like=query)
-    if query.dtype not in DTYPES:
-        raise TypeError(f"{op}: query must be float64, float32, bfloat16 or float16, got {query.dtype}")
+    check_dtype(op, "query", query)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype is not query.dtype:
             raise TypeError(f"{op}: {name} must have query's dtype {query.dtype}, got {tensor.dtype}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _checks as shared
-from ._checks import check_broadcastable, check_floating, check_tensor
+from ._checks import check_broadcastable, check_dtype, check_floating, check_tensor
 
 OP = "continuum_attention"
 
@@ -60,6 +60,7 @@ def check_positions(query_pos: Any, key_pos: Any, query: Tensor, leads: torch.Si
     ):
         check_tensor(OP, name, positions, like=query)
         check_floating(OP, name, positions)
+        check_dtype(OP, name, positions)
         if (
             positions.dim() < 2 or positions.shape[-2] != rows
         ):  # a size in a text is a constant to torch.compile

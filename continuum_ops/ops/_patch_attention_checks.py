@@ -19,8 +19,7 @@ def check_qkv(query: Any, key: Any, value: Any) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         shared.check_tensor(OP, name, tensor, like=None if name == "query" else query)
         shared.check_floating(OP, name, tensor)
-    if query.dtype not in shared.DTYPES:
-        raise TypeError(f"{OP}: query must be float64, float32, bfloat16 or float16, got {query.dtype}")
+    shared.check_dtype(OP, "query", query)
     if query.dim() not in range(4, 4 + AXES):
         raise ValueError(
             f"{OP}: query must have shape (B, *grid, H, D) with a grid of 1 to {AXES} axes, "

@@ -24,8 +24,7 @@ def check_tensor(name: str, value: Any, like: Tensor | None = None) -> None:
 
 def check_value(value: Any) -> None:
     check_tensor("value", value)
-    if value.dtype not in shared.DTYPES:
-        raise TypeError(f"{OP}: value must be float64, float32, bfloat16 or float16, got {value.dtype}")
+    shared.check_dtype(OP, "value", value)
     if value.dim() not in (3, 4):
         raise ValueError(f"{OP}: value must have shape (B, M, C) or (B, H, M, C), got {tuple(value.shape)}")
 
@@ -46,6 +45,7 @@ def check_positions(query_pos: Any, key_pos: Any, value: Tensor) -> None:
     batch, keys = value.shape[0], value.shape[-2]
     for name, positions, symbol in (("query_pos", query_pos, "N"), ("key_pos", key_pos, "M")):
         check_tensor(name, positions, like=value)
+        shared.check_dtype(OP, name, positions)
         shape = tuple(positions.shape)
         if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] != batch):
             raise ValueError(

@@ -70,7 +70,7 @@ def continuum_attention(
             scores overflow, NaN comes out.
         return_lse: return (out, lse).
         query_pos: (N, d), or (..., N, d) with leading dimensions that broadcast to those of query before H.
-        key_pos: (M, d) or (..., M, d). Positions of any floating dtype, used in float32 or wider.
+        key_pos: (M, d) or (..., M, d). Positions in one of query's dtypes, used in float32 or wider.
         rate: (H,) or a number, >= 0: adds -rate_h |x_i - y_k|^2 to the scores, for query_pos x and key_pos y
             (Chen, Wu, "Positional Knowledge is All You Need", equation 12). Distances are taken from
             differences, so that an offset of the coordinates does no harm.
